@@ -42,8 +42,8 @@ pub struct Event {
 #[non_exhaustive]
 pub enum EventKind {
     /// A tier has content that can be reused. Only for full blocks and for snapshots of recurrent
-    /// states, and once a content and tier
-    /// until the tier has it no more: a second block with the same content has no event.
+    /// states, and once a content and tier until the tier has it no more: a second block with the
+    /// same content has no event.
     Stored(StoredBlock),
     /// A tier of a group does not have the content any more.
     Removed {
@@ -54,7 +54,8 @@ pub enum EventKind {
         /// The tier; others may still have the content.
         tier: Tier,
     },
-    /// The priority of content in a tier changed.
+    /// The priority of content in a tier changed, and nothing else: content that moves between
+    /// tiers is stored in one and removed from the other.
     Updated {
         /// The group.
         group: GroupId,
@@ -100,6 +101,11 @@ pub struct StoredBlock {
     pub tier: Tier,
     /// Its priority.
     pub priority: Priority,
+    /// The salt of its prompt; empty without one. Other salts do not reuse it, and a reader that
+    /// compares tokens alone must leave it out.
+    pub salt: Box<[u8]>,
+    /// The adapter of its prompt, which other adapters and the model itself do not reuse.
+    pub adapter: Option<u64>,
 }
 
 /// Everything that can be reused in memory of the device at one moment.

@@ -87,8 +87,8 @@ impl Identity {
         salt: &[u8],
         adapter: Option<u64>,
     ) -> Result<ChunkRoot, UnknownAdapter> {
-        let adapter = self.adapter_digest(adapter)?;
-        Ok(ChunkRoot::new(self, spec, encoding_key, (salt, adapter)))
+        let digest = self.adapter_digest(adapter)?;
+        Ok(ChunkRoot::new(self, spec, encoding_key, (salt, adapter.zip(digest))))
     }
 
     /// Iterates over the numbers of the adapters that have a digest.

@@ -99,6 +99,8 @@ impl Record {
                 tokens: tokens.into(),
                 tier,
                 priority: self.priority,
+                salt: self.root.salt().into(),
+                adapter: self.root.adapter(),
             };
             parent = key;
             EventKind::Stored(stored)

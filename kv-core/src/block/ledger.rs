@@ -6,7 +6,10 @@ use crate::block::pool::Fill;
 use crate::events::{Event, EventKind, EventLog, StoredBlock, Tier};
 use crate::eviction::Priority;
 use crate::ids::{BlockId, GroupId};
+use crate::invariant::Invariant;
 use crate::reuse::{BlockKey, Content, NamespaceId, Namespaces, Removed};
+
+const NAMESPACE: &str = "the namespace of indexed content has users";
 
 /// Events, changes and namespaces of all pools of a cache.
 #[derive(Debug, Default)]
@@ -120,6 +123,7 @@ impl Ledger {
             self.block_written(group, block, content.key);
         }
         if fill != Fill::Partial && self.events.is_on() {
+            let (salt, adapter) = self.namespaces.name(content.namespace).invariant(NAMESPACE);
             self.events.push(EventKind::Stored(StoredBlock {
                 group,
                 key: content.key,
@@ -128,6 +132,8 @@ impl Ledger {
                 tokens: content.tokens.into(),
                 tier: Tier::Device,
                 priority,
+                salt: salt.into(),
+                adapter,
             }));
         }
     }

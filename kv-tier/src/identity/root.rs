@@ -20,7 +20,9 @@ pub struct ChunkRoot {
     model: ModelDigest,
     encoding_key: u128,
     spec: ChunkSpec,
-    has_adapter: bool,
+    salt: Box<[u8]>,
+    /// Its number in this process.
+    adapter: Option<u64>,
 }
 
 impl ChunkRoot {
@@ -30,13 +32,13 @@ impl ChunkRoot {
         identity: &Identity,
         spec: &ChunkSpec,
         encoding_key: u128,
-        (salt, adapter): (&[u8], Option<ModelDigest>),
+        (salt, adapter): (&[u8], Option<(u64, ModelDigest)>),
     ) -> Self {
         let mut hash = match &identity.tenant_key {
             Some(key) => Hasher::new_keyed(key),
             None => Hasher::new(),
         };
-        let adapter = adapter.as_ref().map(|digest| digest.as_bytes().as_slice());
+        let digest = adapter.as_ref().map(|(_, digest)| digest.as_bytes().as_slice());
         let numerics = identity.numerics.as_ref().map(|name| name.as_bytes());
         let fields: [&[u8]; 10] = [
             DOMAIN,
@@ -46,7 +48,7 @@ impl ChunkRoot {
             &[spec.group().0],
             &spec.blocks().to_le_bytes(),
             WHOLE,
-            adapter.unwrap_or_default(),
+            digest.unwrap_or_default(),
             salt,
             &[u8::from(numerics.is_some())],
         ];
@@ -59,8 +61,15 @@ impl ChunkRoot {
         output.fill(&mut name);
         output.fill(&mut link_key);
         let name = ChunkName::new(name);
-        let has_adapter = adapter.is_some();
-        Self { name, link_key, model: identity.model, encoding_key, spec: *spec, has_adapter }
+        Self {
+            name,
+            link_key,
+            model: identity.model,
+            encoding_key,
+            spec: *spec,
+            salt: salt.into(),
+            adapter: adapter.map(|(number, _)| number),
+        }
     }
 
     /// Returns the name of the root: the parent of a prompt's first chunk, and the first half of
@@ -80,12 +89,20 @@ impl ChunkRoot {
     pub fn spec(&self) -> &ChunkSpec {
         &self.spec
     }
+    /// Returns the salt of the prompts; empty without one.
+    pub fn salt(&self) -> &[u8] {
+        &self.salt
+    }
+    /// Returns the number of the prompts' adapter in this process.
+    pub fn adapter(&self) -> Option<u64> {
+        self.adapter
+    }
 
     /// Returns the key of a chunk's last block for the chunk's header; `key` is that block's key in
     /// the prefix index. Keys depend on the adapter's number, which may differ between processes:
     /// with an adapter the returned key is the beginning of the chunk's name.
     pub fn last_key(&self, name: &ChunkName, key: BlockKey) -> BlockKey {
-        if !self.has_adapter {
+        if self.adapter.is_none() {
             return key;
         }
         let first = name.as_bytes().first_chunk();
@@ -151,7 +168,7 @@ impl ChunkRoot {
     }
 }
 
-/// Leaves out the key.
+/// Leaves out the key and the salt.
 impl fmt::Debug for ChunkRoot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ChunkRoot")

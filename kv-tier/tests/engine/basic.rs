@@ -168,7 +168,7 @@ fn refusals() {
 #[test]
 fn host_memory_announces_what_it_has() {
     let mut engine = Engine::new(spec(2048), identity(), TierOptions::new().with_host(4 << 20));
-    engine.run(&text(1, 256), plain());
+    engine.run(&text(1, 256), plain().with_salt(b"tenant"));
     engine.flush();
     let events = engine.cache.cache_mut().take_events();
     let stored = events.iter().filter_map(|event| match &event.kind {
@@ -179,6 +179,7 @@ fn host_memory_announces_what_it_has() {
     assert_eq!(stored.len(), 64);
     assert_eq!((stored[63].index, &stored[63].tokens[..]), (63, &text(1, 256)[252..]));
     assert_eq!(stored[63].parent, stored[62].key);
+    assert!(stored.iter().all(|block| (&block.salt[..], block.adapter) == (b"tenant", None)));
 }
 
 #[test]

@@ -8,6 +8,7 @@ use crate::error::PlanError;
 use crate::events::{Event, EventKind, Snapshot, StoredBlock, Tier};
 use crate::eviction::{EvictionPolicy, Priority};
 use crate::ids::{BlockId, GroupId};
+use crate::invariant::Invariant;
 use crate::num::to_u32;
 use crate::reuse::IndexedBlock;
 
@@ -180,14 +181,22 @@ impl CacheState {
         let states = states.map(|snapshots| (snapshots.group(), &snapshots.pool));
         for (group, pool) in rows.chain(states) {
             let full = pool.index().iter().filter(|block| !block.is_partial);
-            blocks.extend(full.map(|block| StoredBlock {
-                group,
-                key: block.key,
-                parent: block.parent,
-                index: block.index,
-                tokens: block.tokens.into(),
-                tier: Tier::Device,
-                priority: block.priority,
+            blocks.extend(full.map(|block| {
+                let (salt, adapter) = self
+                    .ledger
+                    .namespace(block.namespace)
+                    .invariant("the namespace of indexed content has users");
+                StoredBlock {
+                    group,
+                    key: block.key,
+                    parent: block.parent,
+                    index: block.index,
+                    tokens: block.tokens.into(),
+                    tier: Tier::Device,
+                    priority: block.priority,
+                    salt: salt.into(),
+                    adapter,
+                }
             }));
         }
         Snapshot { next_id: self.ledger.next_event(), blocks }

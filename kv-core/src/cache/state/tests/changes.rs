@@ -178,6 +178,33 @@ fn stored_blocks_tell_all_that_names_their_content() {
 }
 
 #[test]
+fn events_say_whose_content_it_is() {
+    let mut state = state_with((4, 8), |spec| spec.events(64));
+    let whose = [(&b""[..], None), (b"tenant", None), (b"", Some(3)), (b"tenant", Some(4))];
+    for (salt, adapter) in whose {
+        let mut options = StartOptions::default().with_salt(salt);
+        options = adapter.map_or(options, |adapter| options.with_adapter(adapter));
+        let prompt = tokens(0..5);
+        state.start(SEQ[0], &prompt, options).unwrap();
+        begin(&mut state, &[StepInput::tokens(SEQ[0], &prompt)]).unwrap();
+        state.commit().unwrap();
+        state.release(SEQ[0]).unwrap();
+    }
+    let stored = |kind| match kind {
+        EventKind::Stored(block) => Some(block),
+        _ => None,
+    };
+    let mut announced: Vec<_> =
+        state.take_events().into_iter().filter_map(|event| stored(event.kind)).collect();
+    let names: Vec<_> = announced.iter().map(|block| (&block.salt[..], block.adapter)).collect();
+    assert_eq!(names, whose);
+    let mut listed = state.snapshot().blocks;
+    announced.sort_by_key(|block| block.key);
+    listed.sort_by_key(|block| block.key);
+    assert_eq!(listed, announced);
+}
+
+#[test]
 fn lower_tiers_announce_their_own_events_only() {
     let mut state = state_with((4, 8), |spec| spec.events(8));
     let (group, key) = (GroupId(0), BlockKey(7));
@@ -189,6 +216,8 @@ fn lower_tiers_announce_their_own_events_only() {
         tokens: [1, 2].into(),
         tier,
         priority: Priority::default(),
+        salt: [].into(),
+        adapter: None,
     };
     let removed = |tier| EventKind::Removed { group, key, tier };
     assert!(state.announce(EventKind::Stored(block(Tier::Disk))));
