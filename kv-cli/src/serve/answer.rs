@@ -50,6 +50,13 @@ pub(super) struct Prepared {
     pub(super) place: Place,
 }
 
+/// A request that was read and does not run.
+#[derive(Debug)]
+pub(super) struct Rendered {
+    pub(super) wanted: Wanted,
+    pub(super) prompts: Vec<Tokens>,
+}
+
 /// The tokens of a prompt.
 #[derive(Debug)]
 pub(super) struct Tokens {
@@ -337,8 +344,7 @@ struct Head {
 impl Head {
     fn new(kind: Kind, model: String) -> Self {
         let prefix = if kind == Kind::Chat { "chatcmpl" } else { "cmpl" };
-        // Only to be told apart: without random numbers ids of one second are alike.
-        let id = format!("{prefix}-{:016x}", random().unwrap_or_default());
+        let id = new_id(prefix);
         Self { id, created: unix_time(), model }
     }
 
@@ -402,6 +408,11 @@ impl Usage {
 }
 
 /// Returns a random number.
+/// Returns an id of an answer, only to tell it apart: without random numbers ids are alike.
+pub(super) fn new_id(prefix: &str) -> String {
+    format!("{prefix}-{:016x}", random().unwrap_or_default())
+}
+
 fn random() -> Result<u64, String> {
     getrandom::u64().map_err(|error| format!("random numbers: {error}"))
 }

@@ -12,6 +12,7 @@ use axum::{Extension, Router};
 use serde_json::{Value, json};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
+use super::answer::Prepared;
 use super::body::BODY_MAX;
 use super::engine::Refused;
 use super::error::ApiError;
@@ -19,7 +20,7 @@ use super::fields::shown;
 use super::http::Options;
 use super::prepare::Read;
 use super::time::Deadline;
-use super::{Server, chat, completions};
+use super::{Server, chat, completions, fleet};
 use crate::num::to_u64;
 
 /// Makes the routes.
@@ -28,13 +29,15 @@ pub(super) fn router(server: Arc<Server>, options: &Options) -> Router {
     let guarded = Router::new()
         .route("/v1/models", get(models))
         .route("/v1/models/{model}", get(model))
-        .route("/v1/completions", post(answer).layer(Extension::<Read>(completions::read)))
-        .route("/v1/chat/completions", post(answer).layer(Extension::<Read>(chat::read)))
+        .route("/v1/completions", post(answer).layer(Extension::<Read<_>>(completions::read)))
+        .route("/v1/chat/completions", post(answer).layer(Extension::<Read<_>>(chat::read)))
+        .merge(fleet::guarded())
         .route("/metrics", get(metrics))
         .layer(middleware::from_fn_with_state(key, check_key));
     let router = Router::new()
         .route("/", get(page))
         .route("/health", get(health))
+        .merge(fleet::open())
         .merge(guarded)
         .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "no such route"))
         .method_not_allowed_fallback(async || {
@@ -66,7 +69,7 @@ const PREFLIGHT: Duration = Duration::from_mins(10);
 /// Answers a request for texts.
 async fn answer(
     State(server): State<Arc<Server>>,
-    Extension(read): Extension<Read>,
+    Extension(read): Extension<Read<Prepared>>,
     Extension(Deadline(deadline)): Extension<Deadline>,
     request: Request,
 ) -> Result<Response, ApiError> {

@@ -4,7 +4,7 @@ use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use super::Server;
-use super::answer::{Kind, Prepared, Tokens};
+use super::answer::{Kind, Prepared, Rendered, Tokens};
 use super::error::ApiError;
 use super::fields::{Fields, TooMany, entries, is_text, shown, text};
 use super::request::{CHAT, Wanted};
@@ -29,12 +29,34 @@ pub(super) fn read(server: &Server, body: &[u8], deadline: Instant) -> Result<Pr
     server.check_model(wanted.model.as_deref())?;
     let messages = read_messages(&fields)?;
     let place = server.reserve(1, &wanted)?;
-    let template = template(&server.template)?;
-    let prompt = prompt(template, &messages)?;
-    let tokens = server.encode(&prompt, "messages", deadline)?;
-    let stops = server.stops(template, &messages, (&prompt, &tokens));
-    let prompts = vec![Tokens { tokens, stops }];
+    let prompts = vec![tokens(server, &messages, deadline)?];
     Ok(Prepared { kind: Kind::Chat, wanted, prompts, place })
+}
+
+/// Does what [`read`] does for a request that does not run.
+pub(super) fn render(
+    server: &Server,
+    body: &[u8],
+    deadline: Instant,
+) -> Result<Rendered, ApiError> {
+    let fields = Fields::parse(body, CHAT)?;
+    let wanted = Wanted::read(&fields, Kind::Chat)?;
+    server.check_model(wanted.model.as_deref())?;
+    let prompts = vec![tokens(server, &read_messages(&fields)?, deadline)?];
+    Ok(Rendered { wanted, prompts })
+}
+
+/// Makes the tokens of the prompt.
+pub(super) fn tokens(
+    server: &Server,
+    messages: &[Message],
+    deadline: Instant,
+) -> Result<Tokens, ApiError> {
+    let template = template(&server.template)?;
+    let prompt = prompt(template, messages)?;
+    let tokens = server.encode(&prompt, "messages", deadline)?;
+    let stops = server.stops(template, messages, (&prompt, &tokens));
+    Ok(Tokens { tokens, stops })
 }
 
 /// Returns the template. Without one that works, only chats are lost.
@@ -62,7 +84,7 @@ fn not_served(why: &str) -> ApiError {
     ApiError::new(StatusCode::NOT_IMPLEMENTED, error).with_code("chat_template")
 }
 
-fn read_messages(fields: &Fields<'_>) -> Result<Vec<Message>, ApiError> {
+pub(super) fn read_messages(fields: &Fields<'_>) -> Result<Vec<Message>, ApiError> {
     let wrong = |why: &str| fields.wrong("messages", why);
     let value = fields.raw("messages").ok_or_else(|| wrong("missing"))?;
     let given = match entries(value, MESSAGES_MAX) {

@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use super::Server;
-use super::answer::{Kind, Prepared, Tokens};
+use super::answer::{Kind, Prepared, Rendered, Tokens};
 use super::engine::Refused;
 use super::error::ApiError;
 use super::fields::{Fields, NoText, TooMany, entries, is_text, text};
@@ -32,11 +32,40 @@ const POSSIBLE: &str = "expected a text, token ids, or a list of either";
 /// Reads a request and makes the tokens of its prompts; runs until the deadline at most.
 pub(super) fn read(server: &Server, body: &[u8], deadline: Instant) -> Result<Prepared, ApiError> {
     let fields = Fields::parse(body, COMPLETION)?;
-    let wanted = Wanted::read(&fields, Kind::Completion)?;
-    server.check_model(wanted.model.as_deref())?;
-    let context = server.config.context();
-    let given = read_prompts(&fields, crate::num::to_usize(context))?;
+    let (wanted, given) = check(server, &fields)?;
     let place = server.reserve(given.len(), &wanted)?;
+    let prompts = tokens(server, (&fields, &wanted), given, deadline)?;
+    Ok(Prepared { kind: Kind::Completion, wanted, prompts, place })
+}
+
+/// Does what [`read`] does for a request that does not run.
+pub(super) fn render(
+    server: &Server,
+    body: &[u8],
+    deadline: Instant,
+) -> Result<Rendered, ApiError> {
+    let fields = Fields::parse(body, COMPLETION)?;
+    let (wanted, given) = check(server, &fields)?;
+    let prompts = tokens(server, (&fields, &wanted), given, deadline)?;
+    Ok(Rendered { wanted, prompts })
+}
+
+/// Checks the fields, before the prompts cost anything.
+fn check<'a>(server: &Server, fields: &Fields<'a>) -> Result<(Wanted, Vec<Given<'a>>), ApiError> {
+    let wanted = Wanted::read(fields, Kind::Completion)?;
+    server.check_model(wanted.model.as_deref())?;
+    let given = read_prompts(fields, crate::num::to_usize(server.config.context()))?;
+    Ok((wanted, given))
+}
+
+/// Makes the tokens of the prompts.
+fn tokens(
+    server: &Server,
+    (fields, wanted): (&Fields<'_>, &Wanted),
+    given: Vec<Given<'_>>,
+    deadline: Instant,
+) -> Result<Vec<Tokens>, ApiError> {
+    let context = server.config.context();
     let tokens = given.into_iter().map(|prompt| match prompt {
         Given::Text(text) => server.encode(&text, "prompt", deadline),
         Given::Tokens(tokens) => match check_vocabulary(&tokens, &server.config) {
@@ -53,9 +82,7 @@ pub(super) fn read(server: &Server, body: &[u8], deadline: Instant) -> Result<Pr
             Err(ApiError::from(server.engine.refuse(refused)).about("prompt"))
         }
     });
-    let prompts = tokens.map(|tokens| Ok(Tokens { tokens: tokens?, stops: Vec::new() }));
-    let prompts = prompts.collect::<Result<_, ApiError>>()?;
-    Ok(Prepared { kind: Kind::Completion, wanted, prompts, place })
+    tokens.map(|tokens| Ok(Tokens { tokens: tokens?, stops: Vec::new() })).collect()
 }
 
 /// Reads the field `prompt`: a text, tokens, or a list of either. Of prompts longer than the

@@ -562,7 +562,7 @@ mod tests {
     /// The engine takes no requests within a step: they must not pile up until its end.
     #[test]
     fn texts_have_room_in_the_queue_before_they_are_made() {
-        let (metrics, _) = metrics::install().expect("the only recorder");
+        let (metrics, _) = metrics::install("model").expect("the only recorder");
         let metrics = Arc::new(metrics);
         let (engine, inbox) = Engine::new(8, Arc::clone(&metrics));
         let refused = |texts| engine.reserve(texts).expect_err("refused");

@@ -9,6 +9,7 @@ use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
 use super::engine::Refused;
+use super::vllm_metrics::{self, VllmMetrics};
 use super::watch::FAILURES;
 use crate::num::{to_f64, to_u64};
 
@@ -30,6 +31,8 @@ pub(super) struct Metrics {
     preemptions: Counter,
     step_seconds: Histogram,
     first_token_seconds: Histogram,
+    /// What routers read.
+    vllm: VllmMetrics,
 }
 
 /// Upper bounds of the histograms, in seconds.
@@ -43,12 +46,14 @@ const SNAPSHOT_EVICTIONS: &str = "kv_snapshot_evictions_total";
 const FIRST_TOKEN: &str = "kv_time_to_first_token_seconds";
 
 /// Installs the recorder of this process; returns the renderer of its text.
-pub(super) fn install() -> anyhow::Result<(Metrics, PrometheusHandle)> {
+pub(super) fn install(model: &str) -> anyhow::Result<(Metrics, PrometheusHandle)> {
     let builder = PrometheusBuilder::new()
         .set_buckets_for_metric(Matcher::Full(STEP.to_owned()), &STEP_SECONDS)
         .and_then(|builder| {
-            let first = Matcher::Full(FIRST_TOKEN.to_owned());
-            builder.set_buckets_for_metric(first, &FIRST_TOKEN_SECONDS)
+            let [own, vllm] =
+                [FIRST_TOKEN, vllm_metrics::FIRST_TOKEN].map(|name| Matcher::Full(name.to_owned()));
+            let builder = builder.set_buckets_for_metric(own, &FIRST_TOKEN_SECONDS)?;
+            builder.set_buckets_for_metric(vllm, &FIRST_TOKEN_SECONDS)
         });
     let recorder = builder.context("the bounds of a histogram")?.build_recorder();
     let handle = recorder.handle();
@@ -70,6 +75,7 @@ pub(super) fn install() -> anyhow::Result<(Metrics, PrometheusHandle)> {
         preemptions: counter!("kv_preemptions_total"),
         step_seconds: histogram!(STEP),
         first_token_seconds: histogram!(FIRST_TOKEN),
+        vllm: VllmMetrics::new(model),
     };
     Ok((metrics, handle))
 }
@@ -111,10 +117,12 @@ impl Metrics {
 
     pub(super) fn note_first_token(&self, took: Duration) {
         self.first_token_seconds.record(took.as_secs_f64());
+        self.vllm.note_first_token(took);
     }
 
     pub(super) fn note_token(&self) {
         self.generated_tokens.increment(1);
+        self.vllm.note_token();
     }
 
     pub(super) fn note_request(&self, answer: &Result<(), Refused>) {
@@ -146,13 +154,19 @@ impl Metrics {
             Finish::Cancelled => cancelled,
         };
         counter.increment(1);
+        self.vllm.note_end(finish);
+    }
+
+    /// Publishes the size of the pool.
+    pub(super) fn note_pool(&self, block_size: u32, blocks: u32) {
+        self.vllm.note_pool(block_size, blocks);
     }
 
     /// Publishes the texts that wait, and those that run.
     pub(super) fn note_queued(&self, (waiting, running): (usize, usize)) {
-        for (gauge, texts) in self.sequences.iter().zip([running, waiting]) {
-            gauge.set(to_f64(to_u64(texts)));
-        }
+        let counts = [running, waiting].map(|texts| to_f64(to_u64(texts)));
+        self.sequences.iter().zip(counts).for_each(|(gauge, count)| gauge.set(count));
+        self.vllm.note_queued(counts);
     }
 
     /// Publishes the cache's own counts.
@@ -171,6 +185,7 @@ impl Metrics {
         stateless.absolute(stats.stateless_tokens);
         evicted.absolute(stats.evicted_snapshots);
         self.preemptions.absolute(stats.preemptions);
+        self.vllm.note_cache(&usage, &stats);
     }
 }
 

@@ -10,6 +10,7 @@ mod completions;
 mod engine;
 mod error;
 mod fields;
+mod fleet;
 mod http;
 mod leaks;
 mod metrics;
@@ -20,6 +21,7 @@ mod template;
 mod text;
 mod time;
 mod unsupported;
+mod vllm_metrics;
 mod watch;
 
 use std::net::TcpListener;
@@ -61,6 +63,8 @@ pub(crate) struct Server {
     bodies: Bodies,
     /// Places of requests that are prepared.
     preparing: Arc<Semaphore>,
+    /// Tokens of a block.
+    block_size: u32,
     /// Tokens that the cache has room for.
     capacity: u32,
     /// Seconds since 1970 at the start.
@@ -78,7 +82,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     let loaded = Loaded::open(&args.engine.model)?;
     let template = ChatTemplate::find(args, &loaded)?;
     let scheduler = open(&args.engine, &loaded)?;
-    let (metrics, handle) = metrics::install()?;
+    let (metrics, handle) = metrics::install(&loaded.name)?;
     let metrics = Arc::new(metrics);
     let (engine, inbox) = Engine::new(to_usize(args.max_queue), Arc::clone(&metrics));
     let server = Arc::new(Server {
@@ -91,6 +95,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         metrics: handle,
         bodies: Bodies::new(),
         preparing: prepare::places(),
+        block_size: block_size(&scheduler),
         capacity: capacity(&scheduler),
         created: time::unix_time(),
     });
@@ -114,6 +119,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     let requests = http::serve(listener, signals, http, Arc::clone(&server), until_ended);
     let serving = runtime.spawn(requests);
     let blocks = scheduler.cache().state().usage().blocks_total;
+    metrics.note_pool(server.block_size, blocks);
     let model = &server.model;
     output::note(&format!("{model} on http://{address}, {blocks} blocks of the cache"))?;
     if let ChatTemplate::Broken(why) = &server.template {
@@ -127,6 +133,13 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     let of_requests = runtime.block_on(serving).context("a thread for requests")?;
     runtime.shutdown_timeout(args.drain);
     of_engine.and(of_requests)
+}
+
+/// Returns the tokens of a block of the layers that attend to all tokens, or of the first.
+fn block_size(scheduler: &Scheduler) -> u32 {
+    let groups = scheduler.cache().state().spec().groups();
+    let group = groups.iter().find(|group| group.window().is_none()).or_else(|| groups.first());
+    group.map_or(BLOCK_SIZE, kv::spec::GroupSpec::block_size)
 }
 
 /// Returns the tokens of a sequence that has all blocks.

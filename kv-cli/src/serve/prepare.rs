@@ -6,7 +6,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 
 use super::Server;
-use super::answer::{Prepared, too_late};
+use super::answer::too_late;
 use super::body::Whole;
 use super::engine::{Place, Refused};
 use super::error::{ApiError, internal};
@@ -18,8 +18,8 @@ const AT_ONCE: u32 = 2;
 /// A body above this many bytes is parsed alone: its parsed form may be several times as long.
 const ALONE: usize = 1 << 20;
 
-/// Reads a request and makes the tokens of its prompts; gives up at the deadline.
-pub(super) type Read = fn(&Server, &[u8], Instant) -> Result<Prepared, ApiError>;
+/// Reads a request, such as into the tokens of its prompts; gives up at the deadline.
+pub(super) type Read<T> = fn(&Server, &[u8], Instant) -> Result<T, ApiError>;
 
 /// Makes the places of requests that are prepared at once.
 pub(super) fn places() -> Arc<Semaphore> {
@@ -28,12 +28,12 @@ pub(super) fn places() -> Arc<Semaphore> {
 
 impl Server {
     /// Parses and tokenises a request. The deadline ends the wait, and the work at its next step.
-    pub(super) async fn prepare(
+    pub(super) async fn prepare<T: Send + 'static>(
         self: &Arc<Self>,
-        read: Read,
+        read: Read<T>,
         body: Whole,
         deadline: Instant,
-    ) -> Result<Prepared, ApiError> {
+    ) -> Result<T, ApiError> {
         let places = if body.bytes().len() > ALONE { AT_ONCE } else { 1 };
         let place = Arc::clone(&self.preparing).acquire_many_owned(places);
         let place = timeout_at(deadline, place).await.map_err(|_| too_late())?;

@@ -9,6 +9,7 @@ mod behaviour;
 mod chats;
 mod client;
 mod endurance;
+mod fleet;
 mod hostile;
 mod load;
 mod memory;
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
         behaviour::CASES,
         chats::CASES,
         endurance::CASES,
+        fleet::CASES,
         hostile::CASES,
         load::CASES,
         memory::CASES,
