@@ -2,6 +2,7 @@
 mod accuracy;
 mod bench;
 mod engine;
+mod fleet;
 #[cfg(feature = "serve")]
 mod load;
 mod plan;
@@ -196,14 +197,9 @@ impl Cli {
                 };
             }
             Command::Replay(args) => {
-                let states = args.states.options(args.bytes_per_token, &args.policy);
-                let invalid = |error: &dyn std::error::Error| {
-                    Err(Self::command().error(ErrorKind::ValueValidation, error))
-                };
-                return match (args.tiers(), states) {
-                    (Ok(_), Ok(_)) => Ok(self),
-                    (Err(error), _) => invalid(&error),
-                    (_, Err(error)) => invalid(&error),
+                return match args.check() {
+                    Ok(()) => Ok(self),
+                    Err(error) => Err(Self::command().error(ErrorKind::ValueValidation, error)),
                 };
             }
             _ => return Ok(self),

@@ -12,8 +12,9 @@ use kv::tier::policy::WriteRule;
 use kv::tier::{Bytes, BytesError, WritePolicy};
 
 use super::at_least_1;
-use super::states::ReplayStateArgs;
-use crate::replay::{Policy, Sizes, TierOption, TierOptions, TierSize, tier_name};
+use super::fleet::{FleetArgsError, ReplayFleetArgs};
+use super::states::{MinOfStates, ReplayStateArgs};
+use crate::replay::{FleetOptions, Policy, Sizes, TierOption, TierOptions, TierSize, tier_name};
 
 /// Replay a request trace through the engine, the cache and its tiers, without a model.
 ///
@@ -44,6 +45,13 @@ use crate::replay::{Policy, Sizes, TierOption, TierOptions, TierSize, tier_name}
 /// --state-bytes is for models with recurrent states, of which a cache keeps snapshots. Each policy
 /// and capacity runs with rows alone, then with every --snapshots; infinite has no limit of
 /// snapshots either. Prompts are computed in steps that end where the cache wants a snapshot.
+///
+/// --instances simulates a fleet: a router sends every request, at its time by the trace's clock,
+/// to one of N instances with a cache of --capacity-blocks each, which compute their prompts one
+/// after another. The report says by route which share of the tokens is reused, how late the first
+/// token comes (waiting and prefill), how much the busiest instance computes of the mean, and what
+/// the events cost that a router with the route kv reads. Caches evict the least recently used
+/// block.
 #[derive(Debug, Args)]
 #[command(
     group = ArgGroup::new("sized").args(["tier", "state_bytes"]).multiple(true),
@@ -60,7 +68,10 @@ use crate::replay::{Policy, Sizes, TierOption, TierOptions, TierSize, tier_name}
     --write disk=publish --bytes-per-token 33792 --prefill 22000 --bandwidth host=25GB/s \\
     --bandwidth disk=1.3GB/s --latency disk=500us
   kv replay conversation.jsonl.zst --capacity-blocks 24000 --bytes-per-token 65536 \\
-    --state-bytes 78446592 --snapshots 10% --snapshots 2000"
+    --state-bytes 78446592 --snapshots 10% --snapshots 2000
+  kv replay conversation.jsonl.zst --instances 8 --capacity-blocks 3000
+  kv replay conversation.jsonl.zst --instances 100 --copies 10 --capacity-blocks 1000 \\
+    --route hash --route kv --event-lag 1 --restart 60"
 )]
 pub(crate) struct ReplayArgs {
     /// The trace
@@ -105,9 +116,12 @@ pub(crate) struct ReplayArgs {
     #[command(flatten)]
     pub(crate) states: ReplayStateArgs,
 
-    /// Tokens per second that the model computes of a prompt
-    #[arg(long, value_name = "N", value_parser = at_least_1,
-        requires_all = ["tier", "bytes_per_token", "bandwidth"])]
+    #[command(flatten)]
+    fleet: ReplayFleetArgs,
+
+    /// Tokens per second that the model computes of a prompt; with --instances 22000 unless given,
+    /// with --tier beside --bytes-per-token and --bandwidth
+    #[arg(long, value_name = "N", value_parser = at_least_1)]
     pub(crate) prefill: Option<u32>,
 
     /// Bytes per second that a tier, or every tier, can be read at, such as 1.3GB/s
@@ -119,7 +133,8 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "[TIER=]TIME", requires = "prefill")]
     pub(crate) latency: Vec<ForTier<Latency>>,
 
-    /// Draw the token hit ratio against the capacity, one line per policy, with tiers two
+    /// Draw the token hit ratio against the capacity, one line per policy, with tiers two; of a
+    /// fleet, one line per route, and the time to the first token beside it
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
 
@@ -134,8 +149,31 @@ impl ReplayArgs {
         Sizes { block: self.block_size, id: self.tokens_per_id }
     }
 
+    /// Returns the fleet; `None` for one cache.
+    pub(crate) fn fleet(&self) -> Result<Option<FleetOptions>, FleetArgsError> {
+        self.fleet.options(self.prefill, &self.policy)
+    }
+
+    /// Refuses options of one cache that contradict each other.
+    pub(crate) fn check(&self) -> Result<(), ReplayArgsError> {
+        if self.fleet()?.is_none() {
+            self.tiers()?;
+            self.states.options(self.bytes_per_token, &self.policy)?;
+        }
+        Ok(())
+    }
+
     /// Returns the tiers, from the fastest to the slowest; `None` without any.
     pub(crate) fn tiers(&self) -> Result<Option<TierOptions>, TierArgsError> {
+        let is_missing = [
+            ("--tier", self.tier.is_empty()),
+            ("--bytes-per-token", self.bytes_per_token.is_none()),
+            ("--bandwidth", self.bandwidth.is_empty()),
+        ];
+        let missing = is_missing.into_iter().find(|(_, is_missing)| *is_missing);
+        if let (Some(_), Some((option, _))) = (self.prefill, missing) {
+            return Err(TierArgsError::Prefill { option });
+        }
         let mut given: Vec<_> = self.tier.iter().map(|arg| (arg.tier, arg.size)).collect();
         given.sort_by_key(|(tier, _)| TIERS.iter().position(|known| known == tier));
         let tiers: Vec<_> = given.iter().map(|(tier, _)| Some(*tier)).collect();
@@ -177,6 +215,17 @@ impl ReplayArgs {
 /// Tiers below a device, from the fastest to the slowest.
 const TIERS: [Tier; 3] = [Tier::Host, Tier::Disk, Tier::Store];
 
+/// Options that contradict each other.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ReplayArgsError {
+    #[error(transparent)]
+    Fleet(#[from] FleetArgsError),
+    #[error(transparent)]
+    Tiers(#[from] TierArgsError),
+    #[error(transparent)]
+    States(#[from] MinOfStates),
+}
+
 /// Options of tiers that contradict each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum TierArgsError {
@@ -188,6 +237,8 @@ pub(crate) enum TierArgsError {
     NoBytesPerToken { tier: &'static str },
     #[error("--write host=..: host memory gets every block when it is published")]
     HostWrite,
+    #[error("--prefill needs {option}, unless it is that of a fleet (--instances)")]
+    Prefill { option: &'static str },
     #[error("--prefill needs --bandwidth {tier}=..: there is none for this tier")]
     NoBandwidth { tier: &'static str },
 }
@@ -315,84 +366,4 @@ fn non_zero(text: &str) -> Result<NonZeroU32, String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::{Cli, Command};
-    use super::*;
-    use clap::Parser;
-
-    fn parse(args: &[&str]) -> Result<Option<TierOptions>, String> {
-        let args = [&["kv", "replay", "trace.jsonl"], args].concat();
-        let cli = Cli::try_parse_from(args).and_then(Cli::checked);
-        match cli.map_err(|error| error.to_string())?.command {
-            Command::Replay(args) => args.tiers().map_err(|error| error.to_string()),
-            other => Err(format!("{other:?}")),
-        }
-    }
-
-    #[test]
-    fn a_value_of_a_tier_precedes_that_of_all() {
-        let disk = ["--tier", "disk=1TB", "--tier", "host=7", "--tier", "store=9"];
-        let speeds = ["--bytes-per-token", "1000", "--prefill", "50", "--bandwidth", "1.5GB/s"];
-        let given = ["--bandwidth", "host=25GB/s", "--latency", "store=1.5ms", "--write", "never"];
-        let write = ["--write", "disk=reuse:2"];
-        let args = [&disk[..], &speeds, &given, &write].concat();
-        let options = parse(&args).expect("tiers").expect("three");
-        let tiers = options.tiers.iter().map(|option| {
-            let TierOption { tier, size, rule, bytes_per_second, latency } = option;
-            let write = rule.policy().to_string();
-            (tier_name(*tier), *size, write, bytes_per_second.expect("given"), latency.as_micros())
-        });
-        let expected = [
-            ("host", TierSize::Blocks(7), "publish", 25_000_000_000, 0),
-            ("disk", TierSize::Bytes(1_000_000_000_000), "reuse:2", 1_500_000_000, 0),
-            ("store", TierSize::Blocks(9), "never", 1_500_000_000, 1500),
-        ];
-        let expected = expected.map(|(a, b, c, d, e)| (a, b, c.to_owned(), d, e));
-        assert_eq!(tiers.collect::<Vec<_>>(), expected);
-        assert_eq!(parse(&[]), Ok(None));
-    }
-
-    #[test]
-    fn defaults_are_those_of_the_tiers() {
-        let args = ["--tier", "store=1", "--tier", "host=1", "--tier", "disk=1"];
-        let options = parse(&args).expect("tiers").expect("three");
-        let expected = TIERS.map(WriteRule::of_tier);
-        let rules: Vec<_> = options.tiers.iter().map(|option| option.rule).collect();
-        assert_eq!(rules, expected);
-    }
-
-    #[test]
-    fn contradictions_are_refused() {
-        let tier = ["--tier", "host=7"];
-        let speeds = ["--prefill", "5", "--bytes-per-token", "8", "--bandwidth", "1GB/s"];
-        for (args, words) in [
-            (&["--tier", "gpu=7"][..], "unknown tier \"gpu\", expected one of host, disk, store"),
-            (&["--tier", "host"], "TIER=BLOCKS"),
-            (&["--tier", "host=0"], "at least 1"),
-            (&["--tier", "host=7", "--tier", "host=8"], "--tier is given twice for host"),
-            (&["--tier", "host=1GiB"], "--tier host in bytes needs --bytes-per-token"),
-            (&["--write", "leave"], "--tier"),
-            (&[tier, ["--write", "later"]].concat(), "unknown write policy \"later\""),
-            (&[tier, ["--write", "disk=leave"]].concat(), "there is no --tier disk"),
-            (&[tier, ["--write", "host=leave"]].concat(), "host memory gets every block"),
-            (
-                &[tier, ["--write", "leave"], ["--write", "never"]].concat(),
-                "--write is given twice for all tiers",
-            ),
-            (&[tier, ["--bandwidth", "1GB/s"]].concat(), "--prefill"),
-            (&[&tier[..], &speeds, &["--bandwidth", "1GB"]].concat(), "such as 1.3GB/s"),
-            (&[&tier[..], &speeds, &["--bandwidth", "host=0B/s"]].concat(), "more than 0"),
-            (&[&tier[..], &speeds, &["--latency", "5"]].concat(), "500us"),
-            (&[&tier[..], &speeds, &["--latency", "host=-5ms"]].concat(), "500us"),
-            (&[&tier[..], &speeds, &["--latency", "ms"]].concat(), "500us"),
-            (&[&tier[..], &["--prefill", "5", "--bytes-per-token", "8"]].concat(), "--bandwidth"),
-            (
-                &[&tier[..], &speeds[..5], &["disk=1GB/s", "--tier", "disk=9"]].concat(),
-                "--prefill needs --bandwidth host=..",
-            ),
-        ] {
-            let error = parse(args).expect_err("a contradiction");
-            assert!(error.contains(words), "{args:?}: {error}");
-        }
-    }
-}
+mod tests;

@@ -3,6 +3,7 @@
 //! The scheduler, the cache, its policies and its tiers are those that run a model, over a device
 //! without memory. A trace's ids stand for tokens: each names a block and everything before it.
 mod csv;
+mod fleet;
 mod json;
 mod min;
 mod packed;
@@ -19,6 +20,7 @@ use std::sync::Arc;
 use indicatif::ProgressBar;
 use kv::eviction::Eviction;
 
+pub(crate) use self::fleet::{FleetOptions, INSTANCES_MAX, Route};
 pub(crate) use self::policy::Policy;
 pub(crate) use self::states::StateOptions;
 pub(crate) use self::tiers::{TierOption, TierOptions, TierSize, name as tier_name};
@@ -35,7 +37,11 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     if let Some(path) = &args.plot {
         output::check_writable(path)?;
     }
-    let trace = Arc::new(Trace::read(&args.trace, args.sizes())?);
+    let trace = Trace::read(&args.trace, args.sizes())?;
+    if let Some(options) = args.fleet()? {
+        return run_fleet(args, &options, &trace);
+    }
+    let trace = Arc::new(trace);
     let tiers = args.tiers()?;
     let tiers = match &tiers {
         Some(options) => Some((options, options.capacities(&trace)?)),
@@ -69,6 +75,22 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     }
     if let Some(path) = &args.plot {
         chart::write(path, &[report::chart(&report.lines)])?;
+    }
+    Ok(())
+}
+
+/// Replays a trace through a fleet, and prints the report.
+fn run_fleet(args: &ReplayArgs, options: &FleetOptions, trace: &Trace) -> anyhow::Result<()> {
+    let default = default_capacities(trace.num_blocks());
+    let capacities = if args.capacity_blocks.is_empty() { &default } else { &args.capacity_blocks };
+    let report = fleet::run(args.trace.display().to_string(), trace, options, capacities)?;
+    if args.json {
+        output::json(&report.lines)?;
+    } else {
+        output::text(&report.show())?;
+    }
+    if let Some(path) = &args.plot {
+        chart::write(path, &fleet::charts(&report.lines))?;
     }
     Ok(())
 }

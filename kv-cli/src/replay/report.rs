@@ -74,19 +74,9 @@ pub(super) struct Report<'r> {
 impl Report<'_> {
     pub(super) fn show(&self) -> String {
         let Self { name, trace, .. } = self;
-        let without_content = match trace.format {
-            Format::Mooncake | Format::Qwen => "",
-            Format::Azure | Format::BurstGpt => {
-                "The trace has no content: every block is new, and there are no hits.\n"
-            }
-        };
         format!(
-            "{name}: {} requests of {} input tokens, {} trace, blocks of {}\n\
-             {without_content}{}{}",
-            trace.requests().len(),
-            trace.total_tokens,
-            trace.format.name(),
-            trace.block_size,
+            "{}{}{}",
+            heading(name, trace),
             output::table(&self.table()),
             self.lines.iter().map(show_tiers).collect::<String>(),
         )
@@ -123,6 +113,23 @@ impl Report<'_> {
         }));
         rows
     }
+}
+
+/// Returns the lines about a trace above a table.
+pub(super) fn heading(name: &str, trace: &Trace) -> String {
+    let without_content = match trace.format {
+        Format::Mooncake | Format::Qwen => "",
+        Format::Azure | Format::BurstGpt => {
+            "The trace has no content: every block is new, and there are no hits.\n"
+        }
+    };
+    format!(
+        "{name}: {} requests of {} input tokens, {} trace, blocks of {}\n{without_content}",
+        trace.requests().len(),
+        trace.total_tokens,
+        trace.format.name(),
+        trace.block_size,
+    )
 }
 
 /// Returns the cells of a line's pools, dashes for rows alone.

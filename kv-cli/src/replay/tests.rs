@@ -45,7 +45,7 @@ fn hits_and_evictions(trace: &Arc<Trace>, policy: Policy, capacity: u32) -> (u64
 }
 
 /// Makes a trace of whole blocks with these ids.
-fn trace_of(requests: &[Vec<u64>]) -> Arc<Trace> {
+pub(super) fn trace_of(requests: &[Vec<u64>]) -> Arc<Trace> {
     trace_with(requests, 512, 0)
 }
 
@@ -64,10 +64,10 @@ fn trace_with(requests: &[Vec<u64>], block_size: u32, last: usize) -> Arc<Trace>
 }
 
 /// Numbers below `n`, by xorshift.
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    fn below(&mut self, n: u64) -> u64 {
+    pub(super) fn below(&mut self, n: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -75,7 +75,7 @@ impl Random {
     }
 
     /// Makes requests whose ids name their whole prefix.
-    fn prefixes(&mut self, requests: u64, blocks_max: u64) -> Vec<Vec<u64>> {
+    pub(super) fn prefixes(&mut self, requests: u64, blocks_max: u64) -> Vec<Vec<u64>> {
         let mut ids = BTreeMap::new();
         let request = |_| {
             let mut parent = 0;
@@ -91,7 +91,7 @@ impl Random {
     }
 
     /// Makes requests of any ids, in any order and even repeated.
-    fn any(&mut self, requests: u64, blocks_max: u64) -> Vec<Vec<u64>> {
+    pub(super) fn any(&mut self, requests: u64, blocks_max: u64) -> Vec<Vec<u64>> {
         let request = |_| (0..=self.below(blocks_max)).map(|_| self.below(9)).collect();
         (0..requests).map(request).collect()
     }
