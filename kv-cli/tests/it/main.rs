@@ -4,6 +4,7 @@ mod architectures;
 mod bench;
 mod devices;
 mod eval;
+mod fleet;
 mod gguf_models;
 mod golden;
 #[cfg(feature = "serve")]
