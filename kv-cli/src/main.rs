@@ -20,6 +20,7 @@ mod job;
 mod load;
 mod loaded;
 mod output;
+mod percentile;
 mod plan;
 mod progress;
 mod prompts;

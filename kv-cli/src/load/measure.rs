@@ -3,6 +3,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::percentile::percentile;
+
 /// Some percentiles of a set of times, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct Percentiles {
@@ -20,12 +22,6 @@ impl Percentiles {
         let at = |percent| percentile(&times, percent).map_or(max, milliseconds);
         Some(Self { p50: at(50), p90: at(90), p99: at(99), max })
     }
-}
-
-/// Returns a percentile of sorted times: the smallest one that this share does not exceed.
-fn percentile(sorted: &[Duration], percent: usize) -> Option<Duration> {
-    let rank = sorted.len().checked_mul(percent)?.div_ceil(100);
-    sorted.get(rank.saturating_sub(1)).copied()
 }
 
 /// Converts a time for a report.

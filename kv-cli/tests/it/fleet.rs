@@ -146,7 +146,7 @@ fn a_table_and_a_plot_are_for_people() {
     assert_eq!(
         lines[1],
         "instances: 2, copies of the trace: 1, prefill: 22000 tokens/s, events after 0.1 s, \
-         a restart every 2 s: 2"
+         restarts: 2, one every 2 s"
     );
     assert!(lines[2].starts_with("route") && lines[2].ends_with("refused"), "{lines:?}");
     assert_eq!(lines.len(), 3 + 4 * 2, "{lines:?}");

@@ -1,6 +1,4 @@
 //! The output of `kv replay --instances`, as JSON, as text and as charts.
-use std::time::Duration;
-
 use kv::tier::Bytes;
 use serde::Serialize;
 
@@ -9,6 +7,7 @@ use super::{FleetOptions, Outcome, Route};
 use crate::chart::{Axis, Chart, Mark, Series};
 use crate::num::{to_f64, to_u64};
 use crate::output;
+use crate::percentile::percentile;
 use crate::replay::report::heading;
 use crate::replay::trace::Trace;
 
@@ -104,17 +103,11 @@ const HEADING: [&str; 11] = [
     "evictions",
     "p50 s",
     "p99 s",
-    "busiest",
+    "busiest/mean",
     "events",
     "bytes",
     "refused",
 ];
-
-/// Returns a percentile of sorted times: the smallest one that this share does not exceed.
-fn percentile(sorted: &[Duration], percent: usize) -> Option<Duration> {
-    let rank = sorted.len().checked_mul(percent)?.div_ceil(100);
-    sorted.get(rank.saturating_sub(1)).copied()
-}
 
 /// The whole report.
 pub(in crate::replay) struct Report<'r> {
@@ -130,7 +123,7 @@ impl Report<'_> {
             self.options;
         let restarts = match (self.options.restart, self.lines.first()) {
             (Some(every), Some(line)) => {
-                format!(", a restart every {} s: {}", every.as_secs_f64(), line.restarts)
+                format!(", restarts: {}, one every {} s", line.restarts, every.as_secs_f64())
             }
             _ => String::new(),
         };
@@ -173,18 +166,4 @@ pub(in crate::replay) fn charts(lines: &[Line]) -> [Chart; 2] {
             series: Series::by_name(Mark::Joined, times),
         },
     ]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_percentile_is_one_of_the_times() {
-        let times: Vec<_> = (1..=200).map(Duration::from_millis).collect();
-        let at = |percent| percentile(&times, percent).map(|time| time.as_millis());
-        assert_eq!((at(50), at(99), at(0)), (Some(100), Some(198), Some(1)));
-        assert_eq!(percentile(&times[..1], 99), Some(times[0]));
-        assert_eq!(percentile(&[], 50), None);
-    }
 }
