@@ -169,6 +169,19 @@ fn a_router_that_has_not_learnt_of_a_restart_goes_astray() {
 }
 
 #[test]
+fn an_instance_without_the_common_block_gets_nothing_while_others_are_idle() {
+    // Both have block 1 until the first one restarts after 5 s; the second one has time for all.
+    let trace = timed(&[(0, &[1, 2]), (0, &[1, 3]), (6, &[1, 4]), (8, &[1, 5])]);
+    let with = |route, seconds| {
+        let restart = Some(Duration::from_secs(seconds));
+        outcome(&trace, &FleetOptions { restart, ..options(2, route) }, 8).computed
+    };
+    assert_eq!(with(Route::Kv, 9), [1024 + 512, 1024 + 512], "in turn, without a restart");
+    assert_eq!(with(Route::Kv, 5), [1024, 1024 + 2 * 512]);
+    assert_eq!(with(Route::Least, 5), [2048, 1024 + 512]);
+}
+
+#[test]
 fn copies_share_nothing() {
     let trace = timed(&[(0, &[1, 2]), (10, &[1, 2])]);
     let copies = |copies| {
