@@ -11,6 +11,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("kv-format", &[]),
     ("kv-core", &["kv-format"]),
     ("kv-compat", &["kv-core"]),
+    ("kv-events", &["kv-core"]),
     ("kv-quant", &["kv-core", "kv-format"]),
     ("kv-cpu-kernels", &["kv-format"]),
     ("kv-cpu", &["kv-core", "kv-quant", "kv-cpu-kernels"]),
@@ -40,6 +41,16 @@ const KV_CORE_EXTERNAL: &[&str] = &["bytemuck", "half", "hashbrown", "thiserror"
 /// All external crates of kv-format, for the same reason.
 const KV_FORMAT_EXTERNAL: &[&str] = &["bytemuck", "half", "thiserror"];
 
+/// All external crates of kv-events: its own wire is what it exists for.
+const KV_EVENTS_EXTERNAL: &[&str] = &["thiserror"];
+
+/// External crates of those that may have no others.
+const EXTERNAL: [(&str, &[&str]); 3] = [
+    ("kv-core", KV_CORE_EXTERNAL),
+    ("kv-format", KV_FORMAT_EXTERNAL),
+    ("kv-events", KV_EVENTS_EXTERNAL),
+];
+
 /// Checks the dependencies between crates.
 pub(super) fn check(workspace: &Workspace) -> Vec<Problem> {
     let mut problems = Vec::new();
@@ -53,7 +64,7 @@ pub(super) fn check(workspace: &Workspace) -> Vec<Problem> {
             )),
         }
     }
-    for (name, external) in [("kv-core", KV_CORE_EXTERNAL), ("kv-format", KV_FORMAT_EXTERNAL)] {
+    for (name, external) in EXTERNAL {
         if let Some(package) = workspace.package(name) {
             problems.extend(check_external(package, external));
         }
