@@ -50,16 +50,17 @@ struct Entry {
     parent: Option<BlockKey>,
     tokens: Box<[u32]>,
     namespace: Option<Arc<Namespace>>,
-    /// Bits of tiers.
+    /// Bits of the tiers that have it.
     tiers: u8,
-    /// Whether readers were told: they take no block whose parent they do not know.
-    is_told: bool,
+    /// Bits of the tiers of those media on which readers know it. They take no block whose parent
+    /// they do not know.
+    told: u8,
 }
 
 impl Entry {
-    fn media(&self) -> impl Iterator<Item = Medium> + use<> {
-        let tiers = self.tiers;
-        Medium::ALL.into_iter().filter(move |medium| medium.tiers() & tiers != 0)
+    /// Returns the tiers of all media that have it.
+    fn all_of_media(&self) -> u8 {
+        media_of(self.tiers).fold(0, |tiers, medium| tiers | medium.tiers())
     }
 
     fn run(&self, key: BlockKey, medium: Medium) -> Run {
@@ -71,6 +72,11 @@ impl Entry {
             tokens: self.tokens.to_vec(),
         }
     }
+}
+
+/// Returns the media of a set of tiers.
+fn media_of(tiers: u8) -> impl Iterator<Item = Medium> {
+    Medium::ALL.into_iter().filter(move |medium| medium.tiers() & tiers != 0)
 }
 
 impl Mirror {
@@ -123,7 +129,7 @@ impl Mirror {
         out.cleared();
         self.told = 0;
         for entry in self.blocks.values_mut() {
-            entry.is_told = false;
+            entry.told = 0;
         }
         let mut first: Vec<BlockKey> = self
             .blocks
@@ -143,26 +149,30 @@ impl Mirror {
             return;
         };
         let key = block.key;
+        let parent = (block.index > 0).then_some(block.parent);
+        let is_anchored =
+            parent.is_none_or(|parent| self.blocks.get(&parent).is_some_and(|of| of.told != 0));
+        let out = out.filter(|_| is_anchored);
         if let Some(entry) = self.blocks.get_mut(&key) {
-            let media: Vec<_> = entry.media().collect();
             entry.tiers |= bit;
-            if let Some(out) = out.filter(|_| entry.is_told) {
-                for medium in entry.media().filter(|medium| !media.contains(medium)) {
-                    out.stored(entry.run(key, medium));
-                }
+            let Some(out) = out else { return };
+            if entry.told == 0 {
+                self.tell(key, out);
+                return;
+            }
+            for medium in media_of(bit & !entry.told) {
+                entry.told |= medium.tiers();
+                out.stored(entry.run(key, medium));
             }
             return;
         }
         let namespace = self.namespace(block.salt, block.adapter);
-        let parent = (block.index > 0).then_some(block.parent);
         if let Some(parent) = parent {
             self.children.entry(parent).or_default().push(key);
         }
-        let entry = Entry { parent, tokens: block.tokens, namespace, tiers: bit, is_told: false };
+        let entry = Entry { parent, tokens: block.tokens, namespace, tiers: bit, told: 0 };
         self.blocks.insert(key, entry);
-        let is_anchored =
-            parent.is_none_or(|parent| self.blocks.get(&parent).is_some_and(|of| of.is_told));
-        if let Some(out) = out.filter(|_| is_anchored) {
+        if let Some(out) = out {
             self.tell(key, out);
         }
     }
@@ -189,26 +199,42 @@ impl Mirror {
     /// lost its children too.
     fn tell(&mut self, key: BlockKey, out: &mut Batches) {
         let mut rest = vec![key];
+        // Consecutive blocks on the same tiers.
+        let mut chain = Vec::new();
+        let mut chain_tiers = 0;
         while let Some(key) = rest.pop() {
             let Some(entry) = self.blocks.get_mut(&key) else { continue };
-            self.told += usize::from(!entry.is_told);
-            entry.is_told = true;
-            for medium in entry.media() {
+            self.told += usize::from(entry.told == 0);
+            entry.told = entry.all_of_media();
+            let goes_on = entry.parent.as_ref() == chain.last() && entry.tiers == chain_tiers;
+            chain_tiers = entry.tiers;
+            if !goes_on {
+                self.tell_chain(&chain, out);
+                chain.clear();
+            }
+            chain.push(key);
+            rest.extend(self.children.get(&key).into_iter().flatten());
+        }
+        self.tell_chain(&chain, out);
+    }
+
+    /// Appends blocks of the same tiers, medium by medium.
+    fn tell_chain(&self, chain: &[BlockKey], out: &mut Batches) {
+        for medium in Medium::ALL {
+            let entries = chain.iter().filter_map(|key| Some((*key, self.blocks.get(key)?)));
+            for (key, entry) in entries.filter(|(_, entry)| medium.tiers() & entry.tiers != 0) {
                 out.stored(entry.run(key, medium));
             }
-            rest.extend(self.children.get(&key).into_iter().flatten());
         }
     }
 
     fn remove(&mut self, key: BlockKey, bit: u8, out: &mut Batches) {
         let Some(entry) = self.blocks.get_mut(&key) else { return };
-        let media: Vec<_> = entry.media().collect();
         entry.tiers &= !bit;
-        if entry.is_told {
-            let left: Vec<_> = entry.media().collect();
-            for medium in media.into_iter().filter(|medium| !left.contains(medium)) {
-                out.removed(medium, key);
-            }
+        for medium in media_of(entry.told & !entry.all_of_media()) {
+            entry.told &= !medium.tiers();
+            out.removed(medium, key);
+            self.told -= usize::from(entry.told == 0);
         }
         if entry.tiers == 0 {
             self.forget(key);
@@ -217,7 +243,6 @@ impl Mirror {
 
     fn forget(&mut self, key: BlockKey) {
         let Some(entry) = self.blocks.remove(&key) else { return };
-        self.told -= usize::from(entry.is_told);
         let Some(parent) = entry.parent else { return };
         if let Some(children) = self.children.get_mut(&parent) {
             children.retain(|child| *child != key);
@@ -228,7 +253,7 @@ impl Mirror {
     }
 
     fn clear(&mut self, bit: u8, out: &mut Batches) {
-        let keeps = self.blocks.values().any(|entry| entry.is_told && entry.tiers & !bit != 0);
+        let keeps = self.blocks.values().any(|entry| entry.told & (entry.tiers & !bit) != 0);
         let here = self.blocks.iter().filter(|(_, entry)| entry.tiers & bit != 0);
         let keys: Vec<_> = here.map(|(key, _)| *key).collect();
         if keeps {

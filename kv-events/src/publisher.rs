@@ -14,6 +14,9 @@ use crate::server::{Server, listen};
 use crate::stats::Stats;
 use crate::wire::{Batches, Format, WireEvent, first_number};
 
+/// The time after which a thread with nothing to do looks at the clock again.
+const IDLE: Duration = Duration::from_hours(1);
+
 /// Publishes the events of one cache until it is dropped.
 ///
 /// Its threads are its own: no call waits for a consumer, and none but [`Self::bind`] and the drop
@@ -139,7 +142,8 @@ struct Worker {
     next_id: u64,
     wants_snapshot: bool,
     last_batch: Instant,
-    last_snapshot: Option<Instant>,
+    /// The earliest time of the next live snapshot; `None` is beyond the clock.
+    snapshot_at: Option<Instant>,
     last_resync: Instant,
 }
 
@@ -156,7 +160,7 @@ impl Worker {
             next_id: 0,
             wants_snapshot: false,
             last_batch: now,
-            last_snapshot: None,
+            snapshot_at: Some(now),
             last_resync: now,
         }
     }
@@ -177,42 +181,43 @@ impl Worker {
             for event in work.events.into_iter().filter(|event| event.id >= self.next_id) {
                 self.mirror.apply(event.kind, &mut out);
             }
+            self.count_blocks();
             self.send(out);
             self.snapshot();
             self.beat();
-            self.server.counters.blocks.set(self.mirror.told());
         }
     }
 
     /// Returns when the thread has something to do of itself.
     fn deadline(&self) -> Instant {
-        let beat = self.last_batch + self.heartbeat;
-        let snapshot = self.wants_snapshot.then(|| self.snapshot_at());
-        let resync = self.resync.map(|interval| self.last_resync + interval);
-        [snapshot, resync].into_iter().flatten().fold(beat, Instant::min)
+        let beat = self.last_batch.checked_add(self.heartbeat);
+        let snapshot = self.snapshot_at.filter(|_| self.wants_snapshot);
+        let times = [beat, snapshot, self.resync_at()].into_iter().flatten();
+        times.min().unwrap_or_else(|| Instant::now() + IDLE)
     }
 
-    /// Returns the earliest time of the next live snapshot.
-    fn snapshot_at(&self) -> Instant {
-        self.last_snapshot.map_or_else(Instant::now, |last| last + self.spacing)
+    /// Returns when a live snapshot is due without a reason.
+    fn resync_at(&self) -> Option<Instant> {
+        self.resync.and_then(|interval| self.last_resync.checked_add(interval))
     }
 
     /// Sends a live snapshot if one is wanted or due, and the last one is old enough.
     fn snapshot(&mut self) {
         let now = Instant::now();
-        if self.resync.is_some_and(|interval| now >= self.last_resync + interval) {
+        if self.resync_at().is_some_and(|at| now >= at) {
             self.last_resync = now;
             self.wants_snapshot = true;
         }
-        if !self.wants_snapshot || now < self.snapshot_at() {
+        if !self.wants_snapshot || self.snapshot_at.is_none_or(|at| now < at) {
             return;
         }
         let mut out = Batches::default();
         self.mirror.snapshot(&mut out);
-        self.send(out);
+        self.count_blocks();
         self.wants_snapshot = false;
-        self.last_snapshot = Some(now);
+        self.snapshot_at = now.checked_add(self.spacing);
         self.server.counters.snapshots.add(1);
+        self.send(out);
     }
 
     /// Sends a batch without blocks if none was sent for some time.
@@ -226,6 +231,11 @@ impl Worker {
         self.send_one(&events);
     }
 
+    /// Counts before anything is sent: whoever has a batch finds its blocks counted.
+    fn count_blocks(&self) {
+        self.server.counters.blocks.set(self.mirror.told());
+    }
+
     fn send(&mut self, batches: Batches) {
         for events in batches.finish() {
             self.send_one(&events);
@@ -234,11 +244,11 @@ impl Worker {
 
     fn send_one(&mut self, events: &[WireEvent]) {
         let payload = self.format.payload(since_1970().as_secs_f64(), events);
-        self.server.send(&payload);
         let counters = &self.server.counters;
         counters.batches.add(1);
         counters.events.add(events.len());
         counters.bytes.add(payload.len());
+        self.server.send(&payload);
         self.last_batch = Instant::now();
     }
 }

@@ -102,12 +102,13 @@ impl Run {
     /// Returns an upper bound of the bytes on the wire.
     fn bytes(&self) -> usize {
         let salt = self.namespace.as_ref().map_or(0, |of| SALT_TAG.len() + 2 * of.salt.len());
-        let extra = self.keys.len();
-        EVENT_OVERHEAD
-            + salt
-            + extra
-            + self.keys.len() * HASH_BYTES
-            + self.tokens.len() * TOKEN_BYTES
+        EVENT_OVERHEAD + salt + self.list_bytes()
+    }
+
+    /// Returns an upper bound of the bytes of its blocks in the lists of an event: one more extra
+    /// key, and hashes and tokens.
+    fn list_bytes(&self) -> usize {
+        self.keys.len() * (1 + HASH_BYTES) + self.tokens.len() * TOKEN_BYTES
     }
 
     /// Returns whether a run of one block goes on where this one ends.
@@ -138,7 +139,7 @@ pub(crate) struct Batches {
 impl Batches {
     /// Appends a block that became reusable: to the run before it where the block goes on there.
     pub(crate) fn stored(&mut self, block: Run) {
-        let more = block.bytes();
+        let more = block.list_bytes();
         if self.has_room(more, 0)
             && let Some(WireEvent::Stored(run)) = self.open.last_mut()
             && run.is_continued_by(&block)
@@ -147,7 +148,8 @@ impl Batches {
             run.tokens.extend(block.tokens);
             self.bytes += more;
         } else {
-            self.append(WireEvent::Stored(block), more);
+            let bytes = block.bytes();
+            self.append(WireEvent::Stored(block), bytes);
         }
     }
 
