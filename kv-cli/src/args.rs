@@ -2,6 +2,8 @@
 mod accuracy;
 mod bench;
 mod engine;
+#[cfg(feature = "serve")]
+mod events;
 mod fleet;
 #[cfg(feature = "serve")]
 mod load;
@@ -22,6 +24,8 @@ use kv::quant::Source;
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 pub(crate) use self::bench::BenchArgs;
 pub(crate) use self::engine::{EngineArgs, ModelArgs, Paged};
+#[cfg(feature = "serve")]
+pub(crate) use self::events::EventsArgs;
 #[cfg(feature = "serve")]
 pub(crate) use self::load::LoadArgs;
 pub(crate) use self::plan::{PlanArgs, StateSettings};

@@ -190,6 +190,7 @@ impl Job {
             stored: args.engine.format.clone(),
             reuse: variant.reuse,
             tiers: variant.tiers,
+            events: 0,
             states: StateOptions::for_sequences(variant.max_batch, variant.draft_tokens),
         };
         let limits = Limits {

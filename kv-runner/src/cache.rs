@@ -105,6 +105,8 @@ pub struct CacheOptions {
     /// Whether the cache lists changes of blocks, which [`TieredCache`](kv::tier::TieredCache)
     /// follow.
     pub tiers: bool,
+    /// Events that the cache keeps until they are taken; 0 for none.
+    pub events: usize,
     /// The recurrent states of a hybrid model.
     pub states: StateOptions,
 }
@@ -114,7 +116,8 @@ impl CacheOptions {
     /// the layout, or for 8 in a paged one.
     pub fn new(layout: Layout) -> Self {
         let states = StateOptions::for_sequences(layout.sequences(), 0);
-        Self { layout, stored: Stored::plain(KvFormat::F32), reuse: true, tiers: false, states }
+        let stored = Stored::plain(KvFormat::F32);
+        Self { layout, stored, reuse: true, tiers: false, events: 0, states }
     }
 
     /// Allocates the cache on a device. Formats that need constants take them from `calibration`.
@@ -143,7 +146,8 @@ impl CacheOptions {
                 .prefix_reuse(if self.reuse { PrefixReuse::Partial } else { PrefixReuse::Off })
                 // Prompts that arrive together compute their common prefix once.
                 .publish_at(PublishAt::Begin)
-                .changes(if self.tiers { CHANGES } else { 0 });
+                .changes(if self.tiers { CHANGES } else { 0 })
+                .events(self.events);
             match self.layout {
                 Layout::Paged { block_size, num_blocks } => builder.paged(block_size, num_blocks),
                 Layout::Contiguous { sequences, tokens } => builder.contiguous(sequences, tokens),

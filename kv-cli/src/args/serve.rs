@@ -11,6 +11,7 @@ use hyper::header::HeaderValue;
 use tower_http::cors::AllowOrigin;
 
 use super::engine::EngineArgs;
+use super::events::EventsArgs;
 use super::{at_least_1, seconds};
 
 /// Serve a model over HTTP, in the shape of OpenAI's API: a way to put load on the cache.
@@ -25,12 +26,16 @@ use super::{at_least_1, seconds};
   kv serve
   kv serve --model smollm2.gguf --tokenizer tokenizer.json --max-batch 64 --paged 16,4096
   kv serve --tier disk=cache:20GiB --api-key \"$KEY\" --addr 0.0.0.0:8080
+  kv serve --events tcp://127.0.0.1:5557 --events-replay tcp://127.0.0.1:5558
 
   curl -N http://127.0.0.1:8080/v1/completions -H 'Content-Type: application/json' \\
     -d '{\"prompt\": \"Once upon a time\", \"max_tokens\": 100, \"stream\": true}'")]
 pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
+
+    #[command(flatten)]
+    pub(crate) events: EventsArgs,
 
     /// Template that makes the prompt of a chat; default: `chat_template.jinja`, then the one in
     /// `tokenizer_config.json`, both beside the tokenizer, then the model, then the one in the

@@ -40,7 +40,7 @@ pub(super) fn render(
     deadline: Instant,
 ) -> Result<Rendered, ApiError> {
     let fields = Fields::parse(body, CHAT)?;
-    let wanted = Wanted::read(&fields, Kind::Chat)?;
+    let wanted = Wanted::read_prompt(&fields, Kind::Chat)?;
     server.check_model(wanted.model.as_deref())?;
     let prompts = vec![tokens(server, &read_messages(&fields)?, deadline)?];
     Ok(Rendered { wanted, prompts })

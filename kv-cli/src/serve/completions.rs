@@ -32,7 +32,8 @@ const POSSIBLE: &str = "expected a text, token ids, or a list of either";
 /// Reads a request and makes the tokens of its prompts; runs until the deadline at most.
 pub(super) fn read(server: &Server, body: &[u8], deadline: Instant) -> Result<Prepared, ApiError> {
     let fields = Fields::parse(body, COMPLETION)?;
-    let (wanted, given) = check(server, &fields)?;
+    let wanted = Wanted::read(&fields, Kind::Completion)?;
+    let given = check(server, (&fields, &wanted))?;
     let place = server.reserve(given.len(), &wanted)?;
     let prompts = tokens(server, (&fields, &wanted), given, deadline)?;
     Ok(Prepared { kind: Kind::Completion, wanted, prompts, place })
@@ -45,17 +46,19 @@ pub(super) fn render(
     deadline: Instant,
 ) -> Result<Rendered, ApiError> {
     let fields = Fields::parse(body, COMPLETION)?;
-    let (wanted, given) = check(server, &fields)?;
+    let wanted = Wanted::read_prompt(&fields, Kind::Completion)?;
+    let given = check(server, (&fields, &wanted))?;
     let prompts = tokens(server, (&fields, &wanted), given, deadline)?;
     Ok(Rendered { wanted, prompts })
 }
 
-/// Checks the fields, before the prompts cost anything.
-fn check<'a>(server: &Server, fields: &Fields<'a>) -> Result<(Wanted, Vec<Given<'a>>), ApiError> {
-    let wanted = Wanted::read(fields, Kind::Completion)?;
+/// Checks the model and the prompts, before they cost anything.
+fn check<'a>(
+    server: &Server,
+    (fields, wanted): (&Fields<'a>, &Wanted),
+) -> Result<Vec<Given<'a>>, ApiError> {
     server.check_model(wanted.model.as_deref())?;
-    let given = read_prompts(fields, crate::num::to_usize(server.config.context()))?;
-    Ok((wanted, given))
+    read_prompts(fields, crate::num::to_usize(server.config.context()))
 }
 
 /// Makes the tokens of the prompts.

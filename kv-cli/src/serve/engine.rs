@@ -14,12 +14,13 @@ use std::time::{Duration, Instant};
 use kv::engine::{
     Engine as Scheduler, EngineError, Event, Finish, OutputError, Request, RequestError, Sampler,
 };
+use kv_events::Publisher;
 use kv_runner::Decoder;
 use tokio::sync::{mpsc, oneshot};
 
-use super::leaks;
 use super::metrics::Metrics;
 use super::watch::TierWatch;
+use super::{leaks, publish};
 use crate::num::to_usize;
 use crate::output;
 
@@ -310,13 +311,13 @@ pub(super) fn run(
     (scheduler, model): (Scheduler, &Decoder),
     inbox: &Inbox,
     options: EngineOptions,
-    (metrics, watch): (&Metrics, TierWatch),
+    (metrics, watch, publisher): (&Metrics, TierWatch, Option<Publisher>),
 ) -> anyhow::Result<()> {
     let queue = &inbox.queue;
     let listeners = HashMap::new();
     let failures = 0;
     let mut engine =
-        Worker { scheduler, model, options, metrics, queue, watch, listeners, failures };
+        Worker { scheduler, model, options, metrics, queue, watch, publisher, listeners, failures };
     let mut stop_at = None;
     engine.note_state();
     loop {
@@ -362,6 +363,8 @@ struct Worker<'a> {
     metrics: &'a Metrics,
     queue: &'a Queue,
     watch: TierWatch,
+    /// What routers hear of the cache.
+    publisher: Option<Publisher>,
     /// By the scheduler's number.
     listeners: HashMap<usize, Listener>,
     /// Failed steps in a row.
@@ -474,6 +477,7 @@ impl Worker<'_> {
     fn note_state(&mut self) {
         self.queue.publish(self.scheduler.queued(), self.metrics);
         self.metrics.note_cache(self.scheduler.cache());
+        publish::hand_on(self.publisher.as_ref(), &mut self.scheduler);
         let now = Instant::now();
         let is_due = self.watch.is_due(now);
         if let Some(tiers) = is_due.then(|| self.scheduler.tiers()).flatten() {

@@ -17,7 +17,7 @@ use serde_json::error::Category;
 use serde_json::value::RawValue;
 
 use super::error::ApiError;
-use super::unsupported::UNSUPPORTED;
+use super::unsupported::{OF_PROMPTS, UNSUPPORTED};
 
 /// The fields of an object that have a name of a list.
 #[derive(Debug)]
@@ -129,7 +129,17 @@ impl<'a> Fields<'a> {
     /// Refuses fields that would change the answer and that this server does not support. Unknown
     /// fields are ignored.
     pub(super) fn check_supported(&self) -> Result<(), ApiError> {
-        for (name, changes_nothing) in UNSUPPORTED {
+        self.check_those(|_| true)
+    }
+
+    /// Does what [`Self::check_supported`] does for a request that asks for tokens of its prompts
+    /// alone.
+    pub(super) fn check_prompt_supported(&self) -> Result<(), ApiError> {
+        self.check_those(|name| OF_PROMPTS.contains(&name))
+    }
+
+    fn check_those(&self, matters: impl Fn(&str) -> bool) -> Result<(), ApiError> {
+        for (name, changes_nothing) in UNSUPPORTED.iter().filter(|(name, _)| matters(name)) {
             let Some(value) = self.raw(name) else { continue };
             if !changes_nothing.iter().any(|nothing| is_equal(value.get(), nothing)) {
                 let error = self.wrong(name, "not supported");

@@ -46,9 +46,8 @@ async fn version() -> Json<Value> {
     Json(json!({"version": env!("CARGO_PKG_VERSION")}))
 }
 
-/// Answers with the publisher of each rank: none, until events are published.
-async fn sources() -> Json<Value> {
-    Json(json!({}))
+async fn sources(State(server): State<Arc<Server>>) -> Json<Value> {
+    Json(server.sources.clone())
 }
 
 async fn server_info(State(server): State<Arc<Server>>) -> Json<Value> {
@@ -148,7 +147,7 @@ async fn tokenize(
 /// Makes the tokens of a text, as the prompt of a completion has them, or of a chat.
 fn read_text(server: &Server, body: &[u8], deadline: Instant) -> Result<Vec<u32>, ApiError> {
     let fields = Fields::parse(body, TOKENIZE)?;
-    fields.check_supported()?;
+    fields.check_prompt_supported()?;
     server.check_model(fields.text("model")?.as_deref())?;
     let (always, never) = (["add_special_tokens", "add_generation_prompt"], "return_token_strs");
     for (name, possible) in always.map(|name| (name, true)).into_iter().chain([(never, false)]) {

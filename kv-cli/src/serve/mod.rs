@@ -15,6 +15,7 @@ mod http;
 mod leaks;
 mod metrics;
 mod prepare;
+mod publish;
 mod request;
 mod stops;
 mod template;
@@ -35,7 +36,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 use tokio::runtime::Builder;
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::args::{EngineArgs, Paged, ServeArgs};
+use crate::args::{Paged, ServeArgs};
 use crate::job::{self, BLOCK_SIZE};
 use crate::loaded::Loaded;
 use crate::num::to_usize;
@@ -63,6 +64,8 @@ pub(crate) struct Server {
     bodies: Bodies,
     /// Places of requests that are prepared.
     preparing: Arc<Semaphore>,
+    /// What routers ask: where events are published, of each rank.
+    sources: serde_json::Value,
     /// Tokens of a block.
     block_size: u32,
     /// Tokens that the cache has room for.
@@ -81,7 +84,8 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
     let address = listener.local_addr().context("the address")?;
     let loaded = Loaded::open(&args.engine.model)?;
     let template = ChatTemplate::find(args, &loaded)?;
-    let scheduler = open(&args.engine, &loaded)?;
+    let scheduler = open(args, &loaded)?;
+    let publisher = publish::bind(&args.events, scheduler.cache().state().spec())?;
     let (metrics, handle) = metrics::install(&loaded.name)?;
     let metrics = Arc::new(metrics);
     let (engine, inbox) = Engine::new(to_usize(args.max_queue), Arc::clone(&metrics));
@@ -95,6 +99,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         metrics: handle,
         bodies: Bodies::new(),
         preparing: prepare::places(),
+        sources: publish::sources(&args.events, publisher.as_ref()),
         block_size: block_size(&scheduler),
         capacity: capacity(&scheduler),
         created: time::unix_time(),
@@ -126,7 +131,8 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<()> {
         output::note(&format!("{why}; /v1/chat/completions is not served"))?;
     }
     let watch = TierWatch::new(tiers::store_names(&args.engine));
-    let of_engine = engine::run((scheduler, &loaded.model), &inbox, options, (&metrics, watch));
+    let of_engine =
+        engine::run((scheduler, &loaded.model), &inbox, options, (&metrics, watch, publisher));
     // It may have failed, and not been stopped.
     server.engine.stop();
     let _ = engine_ended.send(());
@@ -151,7 +157,9 @@ fn capacity(scheduler: &Scheduler) -> u32 {
     scheduler.cache().state().spec().groups().iter().map(tokens).min().unwrap_or(u32::MAX)
 }
 
-fn open(args: &EngineArgs, loaded: &Loaded) -> anyhow::Result<Scheduler> {
+fn open(args: &ServeArgs, loaded: &Loaded) -> anyhow::Result<Scheduler> {
+    let events = if args.events.is_on() { publish::EVENTS } else { 0 };
+    let args = &args.engine;
     let calibration = match &args.format.calibration {
         Some(Source::File(path)) => Some(calibrate::load(path, &loaded.model)?),
         Some(Source::Online) => bail!("calib=online needs a prompt: use calib=FILE"),
@@ -169,6 +177,7 @@ fn open(args: &EngineArgs, loaded: &Loaded) -> anyhow::Result<Scheduler> {
         stored: args.format.clone(),
         reuse: true,
         tiers: !args.tier.is_empty(),
+        events,
         states: StateOptions::for_sequences(args.max_batch, 0),
     };
     let limits = Limits {

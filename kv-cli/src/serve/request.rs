@@ -84,6 +84,16 @@ impl Wanted {
     /// Reads and checks the fields.
     pub(super) fn read(fields: &Fields<'_>, kind: Kind) -> Result<Self, ApiError> {
         fields.check_supported()?;
+        Self::read_supported(fields, kind)
+    }
+
+    /// Reads and checks the fields of a request that asks for tokens of its prompts alone.
+    pub(super) fn read_prompt(fields: &Fields<'_>, kind: Kind) -> Result<Self, ApiError> {
+        fields.check_prompt_supported()?;
+        Self::read_supported(fields, kind)
+    }
+
+    fn read_supported(fields: &Fields<'_>, kind: Kind) -> Result<Self, ApiError> {
         let n =
             fields.get::<u64>("n", &format!("a whole number from 1 to {TEXTS_MAX}"))?.unwrap_or(1);
         let n = usize::try_from(n).ok().filter(|n| (1..=TEXTS_MAX).contains(n));

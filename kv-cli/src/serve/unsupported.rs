@@ -142,6 +142,36 @@ pub(super) const UNSUPPORTED: &[(&str, &[&str])] = &[
     ("sampling_seed", &[]),
 ];
 
+/// Those of them that make another prompt, which matter where nothing is generated.
+pub(super) const OF_PROMPTS: &[&str] = &[
+    "add_generation_prompt",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "context",
+    "continue_final_message",
+    "documents",
+    "enable_thinking",
+    "functions",
+    "image_data",
+    "images",
+    "input_extra",
+    "input_ids",
+    "input_prefix",
+    "input_suffix",
+    "mm_processor_kwargs",
+    "multimodal_data",
+    "prompt_embeds",
+    "reasoning_effort",
+    "suffix",
+    "system",
+    "template",
+    "thinking",
+    "tools",
+    "truncate",
+    "truncate_prompt_tokens",
+];
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -153,6 +183,9 @@ mod tests {
             for value in *nothing {
                 assert!(serde_json::from_str::<serde_json::Value>(value).is_ok(), "{name}");
             }
+        }
+        for name in OF_PROMPTS {
+            assert!(UNSUPPORTED.iter().any(|(other, _)| other == name), "{name}");
         }
     }
 }

@@ -1,4 +1,9 @@
 //! What routers ask: the routes, and the metrics under the names that they read.
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
 use serde_json::{Value, json};
 
 use crate::Case;
@@ -12,6 +17,9 @@ pub(crate) const CASES: &[Case] = &[
     ("fleet/wrong_texts_are_refused_by_field", refused),
     ("fleet/routes_that_compute_need_the_key", key),
     ("fleet/metrics_have_the_names_that_routers_read", metrics),
+    ("fleet/a_subscriber_hears_what_is_cached", events),
+    ("fleet/salted_prompts_are_private_unless_told", salted_events),
+    ("fleet/addresses_that_cannot_be_bound_end_the_server", wrong_endpoints),
 ];
 
 const RENDER: &str = "/v1/completions/render";
@@ -54,6 +62,15 @@ fn rendered() {
     assert_eq!(all[0]["sampling_params"]["temperature"], 0.5);
     assert_eq!(all[0]["cache_salt"], "tenant");
     assert!(all[0]["request_id"].as_str().is_some_and(|id| id.starts_with("cmpl-")));
+    // What routers add changes no token; what does is refused.
+    let added = json!({"prompt": TEXT, "skip_special_tokens": true, "top_k": 5, "echo": true});
+    assert_eq!(tokens(&ask(RENDER, &added)[0]["token_ids"]), text);
+    let other = json!({"prompt": TEXT, "suffix": "end"});
+    let error = post(server.address(), RENDER, &other).error(400);
+    assert_eq!(
+        (&error["param"], &error["code"]),
+        (&json!("suffix"), &json!("unsupported_parameter"))
+    );
     // Tokens stay as they are.
     let again = ask(RENDER, &json!({"prompt": text}));
     assert_eq!(tokens(&again[0]["token_ids"]), text);
@@ -144,4 +161,116 @@ fn metrics() {
     let ends = metrics.sum("vllm:request_success_total");
     assert_eq!((ends, metrics.sum("kv_texts_total")), (2, 2));
     server.end();
+}
+
+/// A subscriber of everything, which reads bytes and does not parse them.
+struct Subscriber {
+    stream: TcpStream,
+    heard: Vec<u8>,
+}
+
+impl Subscriber {
+    fn new(endpoint: &Value) -> Self {
+        let address = endpoint.as_str().and_then(|text| text.strip_prefix("tcp://"));
+        let mut stream = TcpStream::connect(address.expect("an endpoint")).expect("a connection");
+        stream.set_read_timeout(Some(Duration::from_millis(50))).expect("a timeout");
+        let mut hello = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
+        hello.extend(b"NULL");
+        hello.resize(64, 0);
+        hello.extend(b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB");
+        // A message of one byte: all topics.
+        hello.extend([0, 1, 1]);
+        stream.write_all(&hello).expect("a greeting");
+        Self { stream, heard: Vec::new() }
+    }
+
+    /// Reads for a while; returns the number of times that the bytes have been heard.
+    fn count(&mut self, wanted: &[u8], time: Duration) -> usize {
+        let end = Instant::now() + time;
+        let mut buffer = [0; 1 << 16];
+        while Instant::now() < end {
+            match self.stream.read(&mut buffer) {
+                Ok(0) => panic!("the publisher closed"),
+                Ok(read) => self.heard.extend(&buffer[..read]),
+                Err(_) => {}
+            }
+        }
+        self.heard.windows(wanted.len()).filter(|bytes| *bytes == wanted).count()
+    }
+
+    /// Reads until the bytes are heard.
+    fn wait_for(&mut self, wanted: &[u8]) {
+        let end = Instant::now() + Duration::from_secs(10);
+        while self.count(wanted, Duration::from_millis(50)) == 0 {
+            assert!(Instant::now() < end, "{:?} is not heard", String::from_utf8_lossy(wanted));
+        }
+    }
+}
+
+/// Returns tokens of two blocks as MessagePack has numbers from 256 on.
+fn block(first: u32) -> (Vec<u32>, Vec<u8>) {
+    let tokens: Vec<_> = (first..first + 16).collect();
+    let bytes = tokens.iter().flat_map(|token| {
+        let [.., high, low] = token.to_be_bytes();
+        [0xcd, high, low]
+    });
+    let bytes = bytes.collect();
+    (tokens, bytes)
+}
+
+const EVENTS: &[&str] = &["--events", "tcp://127.0.0.1:0", "--paged", "16,32"];
+
+fn events() {
+    let more = ["--events-replay", "tcp://127.0.0.1:0", "--events-topic", "kv@pod@model"];
+    let server = Server::start(&[EVENTS, &more].concat());
+    let sources = get(server.address(), "/kv_event_sources").json();
+    let source = &sources["0"];
+    assert_eq!((&source["publisher"], &source["topic"]), (&json!("zmq"), &json!("kv@pod@model")));
+    assert!(source["replay_endpoint"].as_str().is_some_and(|text| text.starts_with("tcp://127.")));
+    let mut subscriber = Subscriber::new(&source["endpoint"]);
+    subscriber.wait_for(b"AllBlocksCleared");
+    subscriber.wait_for(b"kv@pod@model");
+    let (mut tokens, bytes) = block(300);
+    tokens.push(403);
+    let body = json!({"prompt": tokens, "max_tokens": 1});
+    assert_eq!(post(server.address(), COMPLETIONS, &body).status, 200);
+    subscriber.wait_for(b"BlockStored");
+    subscriber.wait_for(&bytes);
+    assert_eq!(subscriber.count(b"BlockRemoved", Duration::ZERO), 0);
+    server.end();
+}
+
+fn salted_events() {
+    for is_told in [false, true] {
+        let more: &[&str] = if is_told { &["--events-salted"] } else { &[] };
+        let server = Server::start(&[EVENTS, more].concat());
+        let sources = get(server.address(), "/kv_event_sources").json();
+        let mut subscriber = Subscriber::new(&sources["0"]["endpoint"]);
+        subscriber.wait_for(b"AllBlocksCleared");
+        let (mut tokens, bytes) = block(300);
+        tokens.push(403);
+        let secret = json!({"prompt": tokens, "max_tokens": 1, "cache_salt": "tenant-a"});
+        assert_eq!(post(server.address(), COMPLETIONS, &secret).status, 200);
+        let (mut tokens, open) = block(330);
+        tokens.push(403);
+        let body = json!({"prompt": tokens, "max_tokens": 1});
+        assert_eq!(post(server.address(), COMPLETIONS, &body).status, 200);
+        subscriber.wait_for(&open);
+        let heard = [&bytes[..], b"tenant-a"]
+            .map(|wanted| subscriber.count(wanted, Duration::from_millis(200)) > 0);
+        assert_eq!(heard, [is_told; 2]);
+        server.end();
+    }
+}
+
+fn wrong_endpoints() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let taken = format!("tcp://{}", taken.local_addr().expect("an address"));
+    for endpoint in ["5557", "udp://127.0.0.1:1", "tcp://127.0.0.1", &taken] {
+        let mut kv = Command::new(env!("CARGO_BIN_EXE_kv"));
+        kv.args(["serve", "--addr", "127.0.0.1:0", "--events", endpoint]).stdin(Stdio::null());
+        let output = kv.output().expect("the program");
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && error.contains(endpoint), "{endpoint}: {error}");
+    }
 }

@@ -25,7 +25,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("kv-python", &["kv", "kv-compat"]),
     ("kv-runner", &["kv", "kv-candle"]),
     ("kv-bench", &["kv"]),
-    ("kv-cli", &["kv", "kv-runner", "kv-bench"]),
+    ("kv-cli", &["kv", "kv-events", "kv-runner", "kv-bench"]),
     ("xtask", &[]),
 ];
 
