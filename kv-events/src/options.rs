@@ -118,7 +118,8 @@ impl PublisherOptions {
         self
     }
 
-    /// Sets the topic of every batch, such as `kv@POD@MODEL`.
+    /// Sets the topic of every batch, such as `kv@POD@MODEL` for llm-d. vllm-router 0.1.17 takes
+    /// the empty topic alone from sources that its command line names.
     #[must_use]
     pub fn topic(mut self, topic: impl Into<Vec<u8>>) -> Self {
         self.topic = topic.into();
