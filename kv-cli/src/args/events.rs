@@ -12,13 +12,13 @@ use super::seconds;
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Events for routers")]
 pub(crate) struct EventsArgs {
-    /// Publish what the cache has, as vLLM's KV events over ZeroMQ, such as tcp://127.0.0.1:5557;
+    /// Publish what the cache has, as vLLM's KV events over ZeroMQ, such as `tcp://127.0.0.1:5557`;
     /// the host `*` is every address, port 0 takes a free one. Events have the tokens of prompts in
     /// clear: whoever reaches the address reads them
     #[arg(long, value_name = "ENDPOINT")]
     events: Option<String>,
 
-    /// Answer routers that missed events, such as tcp://127.0.0.1:5558
+    /// Answer routers that missed events, such as `tcp://127.0.0.1:5558`
     #[arg(long, value_name = "ENDPOINT", requires = "events")]
     events_replay: Option<String>,
 
