@@ -187,7 +187,7 @@ impl Subscriber {
     /// Reads for a while; returns the number of times that the bytes have been heard.
     fn count(&mut self, wanted: &[u8], time: Duration) -> usize {
         let end = Instant::now() + time;
-        let mut buffer = [0; 1 << 16];
+        let mut buffer = [0; 1 << 13];
         while Instant::now() < end {
             match self.stream.read(&mut buffer) {
                 Ok(0) => panic!("the publisher closed"),
