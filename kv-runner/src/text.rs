@@ -106,11 +106,15 @@ impl Tokenizer {
         Ok(tokens)
     }
 
+    /// Returns whether a token is special, such as one that ends a text.
+    pub fn is_special(&self, token: u32) -> bool {
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
+        added.get(&token).is_some_and(|token| token.special)
+    }
+
     /// Counts the special tokens before the first other one.
     fn num_special_first(&self, tokens: &[u32]) -> usize {
-        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
-        let is_special = |id: &&u32| added.get(id).is_some_and(|token| token.special);
-        tokens.iter().take_while(is_special).count()
+        tokens.iter().take_while(|token| self.is_special(**token)).count()
     }
 
     fn tokens(&self, prompt: &str, with_special: bool) -> Result<Vec<u32>, TextError> {

@@ -12,6 +12,7 @@ mod conformance;
 mod emulator;
 mod example_llama;
 mod examples;
+mod fleet;
 mod gate;
 mod gpu;
 mod kernels;
@@ -76,6 +77,8 @@ Usage: cargo xtask COMMAND
   python               builds the wheel of kv-python in target/wheels and tests it in a virtual
                        environment, target/python; the tests with torch where that has it
       --update         writes the stubs of the compiled module instead
+  fleet                installs vllm-router and Dynamo's indexer below target/fleet, 400 MB, and
+                       proves with them that they read the events of `kv serve`
   gpu                  checks and measures the CUDA backend on a card: docs/gpu/CARD.md and .json
       --device N       the card with this number; otherwise the first
       --vectors DIR    these vector files too (repeatable)
@@ -104,6 +107,7 @@ enum Command {
     Emulator(emulator::Options),
     Arm(Vec<OsString>),
     Soak(Vec<OsString>),
+    Fleet,
     Tidy,
     Setup,
     Bench(Vec<OsString>),
@@ -151,6 +155,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Emulator(options) => emulator::run(&options)?,
         Command::Arm(names) => arm::run(&names)?,
         Command::Soak(names) => soak::run(&names)?,
+        Command::Fleet => fleet::run()?,
         Command::Tidy => tidy::run()?,
         Command::Setup => setup::run()?,
         Command::Bench(args) => bench::run(&args)?,
@@ -191,6 +196,7 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "python" => return parse_update(parser, |update| Command::Python { update }),
         "check" => Command::Check,
         "stage" => Command::Stage(parser.value()?.string()?),
+        "fleet" => Command::Fleet,
         "tidy" => Command::Tidy,
         "setup" => Command::Setup,
         "help" => Command::Help,

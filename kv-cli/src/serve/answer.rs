@@ -108,7 +108,8 @@ impl Server {
         })?;
         let of_texts = ends.iter().flat_map(|end| std::iter::repeat_n(end, wanted.n));
         let texts = updates.into_iter().zip(of_texts).map(|(updates, end)| {
-            Text::new(updates, Arc::clone(&self.tokenizer), end, Arc::clone(&wanted.stop))
+            let words = (Arc::clone(&wanted.stop), wanted.skip_special);
+            Text::new(updates, Arc::clone(&self.tokenizer), end, words)
         });
         let texts = texts.collect();
         Ok(Answer {

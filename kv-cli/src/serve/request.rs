@@ -20,6 +20,7 @@ pub(super) const COMPLETION: &[&str] = &[
     "n",
     "prompt",
     "seed",
+    "skip_special_tokens",
     "stop",
     "stream",
     "stream_options",
@@ -36,6 +37,7 @@ pub(super) const CHAT: &[&str] = &[
     "model",
     "n",
     "seed",
+    "skip_special_tokens",
     "stop",
     "stream",
     "stream_options",
@@ -45,6 +47,7 @@ pub(super) const CHAT: &[&str] = &[
 
 /// The fields that completions and chats have in common.
 #[derive(Debug, Clone, PartialEq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a field of requests")]
 pub(super) struct Wanted {
     pub(super) model: Option<String>,
     pub(super) temperature: f64,
@@ -57,6 +60,8 @@ pub(super) struct Wanted {
     pub(super) stream: bool,
     pub(super) include_usage: bool,
     pub(super) ignore_eos: bool,
+    /// Whether special tokens, such as an end of text with `ignore_eos`, are left out of texts.
+    pub(super) skip_special: bool,
     pub(super) salt: Vec<u8>,
     /// `None`: as many as the kind of request has by default.
     pub(super) max_tokens: Option<Limit>,
@@ -118,6 +123,7 @@ impl Wanted {
             stream: boolean("stream")?.unwrap_or(false),
             include_usage: include_usage.and_then(|options| options.include_usage) == Some(true),
             ignore_eos: boolean("ignore_eos")?.unwrap_or(false),
+            skip_special: boolean("skip_special_tokens")?.unwrap_or(false),
             salt: read_salt(fields)?,
             max_tokens: read_limit(fields, kind)?,
         })
@@ -228,8 +234,9 @@ mod tests {
         let wanted = read(&json!({
             "model": "m", "temperature": 0, "top_p": 0.5, "seed": -1, "stop": "x", "n": 3,
             "best_of": 3, "stream": true, "stream_options": {"include_usage": true, "more": 1},
-            "ignore_eos": true, "cache_salt": "s", "max_tokens": 7, "user": "u", "tools": [],
-            "logit_bias": {}, "frequency_penalty": 0.0, "response_format": {"type": "text"},
+            "ignore_eos": true, "skip_special_tokens": true, "cache_salt": "s", "max_tokens": 7,
+            "user": "u", "tools": [], "logit_bias": {}, "frequency_penalty": 0.0,
+            "response_format": {"type": "text"},
         }))
         .expect("all of it is supported");
         let expected = Wanted {
@@ -242,6 +249,7 @@ mod tests {
             stream: true,
             include_usage: true,
             ignore_eos: true,
+            skip_special: true,
             salt: b"s".to_vec(),
             max_tokens: Some(Limit { tokens: 7, field: "max_tokens" }),
         };

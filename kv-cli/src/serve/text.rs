@@ -36,6 +36,8 @@ pub(super) struct Text {
     updates: UpdateReceiver,
     tokenizer: Arc<Tokenizer>,
     stream: TextStream,
+    /// Whether special tokens are left out.
+    skip_special: bool,
     stop: Stop,
     tokens: usize,
     cached: usize,
@@ -58,12 +60,13 @@ impl Text {
         updates: UpdateReceiver,
         tokenizer: Arc<Tokenizer>,
         prompt: &[u32],
-        stop: Arc<[String]>,
+        (stop, skip_special): (Arc<[String]>, bool),
     ) -> Self {
         Self {
             updates,
             tokenizer,
             stream: TextStream::after(Self::end_of(prompt)),
+            skip_special,
             stop: Stop { stop, held: String::new() },
             tokens: 0,
             cached: 0,
@@ -93,6 +96,9 @@ impl Text {
             Update::Started { cached } => self.cached = cached,
             Update::Token(token) => {
                 self.tokens += 1;
+                if self.skip_special && self.tokenizer.is_special(token) {
+                    return;
+                }
                 match self.stream.push(&self.tokenizer, token) {
                     Ok(piece) => self.add(&piece),
                     Err(error) => self.end_with(Part::Failed(error.to_string())),
@@ -217,12 +223,20 @@ mod tests {
     }
 
     fn parts(updates: Vec<Update>, stop: &[&str]) -> (Vec<Part>, Option<Finish>) {
+        parts_of(updates, stop, false)
+    }
+
+    fn parts_of(
+        updates: Vec<Update>,
+        stop: &[&str],
+        skip_special: bool,
+    ) -> (Vec<Part>, Option<Finish>) {
         let (sender, receiver) = text_channel();
         for update in updates {
             sender.send(update);
         }
         let stop = stop.iter().map(|stop| (*stop).to_owned()).collect();
-        let mut text = Text::new(receiver, tokenizer(), &[1], stop);
+        let mut text = Text::new(receiver, tokenizer(), &[1], (stop, skip_special));
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
         let parts = runtime.block_on(async {
             let mut parts = Vec::new();
@@ -266,6 +280,25 @@ mod tests {
         // The held-back text is shown at the end.
         let (all, _) = parts(updates, &["time flies"]);
         assert_eq!(shown(&all).trim(), "Once upon a time");
+    }
+
+    #[test]
+    fn special_tokens_are_text_unless_skipped() {
+        let end = 2;
+        assert!(tokenizer().is_special(end) && !tokenizer().is_special(403));
+        let updates = || {
+            let mut updates: Vec<_> = [403, end, 403].map(Update::Token).into();
+            updates.push(Update::Finished { finish: Finish::Length, tokens: 3, cached: 0 });
+            updates
+        };
+        let special = tokenizer().decode(&[end]).expect("a token");
+        let [all, skipped] = [false, true].map(|skip| parts_of(updates(), &[], skip).0);
+        assert!(shown(&all).contains(&special), "{all:?}");
+        assert!(!shown(&skipped).contains(&special) && !shown(&skipped).is_empty(), "{skipped:?}");
+        for parts in [all, skipped] {
+            let Some(Part::End(ended)) = parts.last() else { panic!("{parts:?}") };
+            assert_eq!((ended.tokens, ended.reason), (3, "length"));
+        }
     }
 
     #[test]

@@ -135,7 +135,6 @@ pub(super) const UNSUPPORTED: &[(&str, &[&str])] = &[
     ("return_token_ids", &["false"]),
     ("return_tokens", &["false"]),
     ("return_tokens_as_token_ids", &["false"]),
-    ("skip_special_tokens", &["false"]),
     ("top_n_tokens", &["0"]),
     // Seeds by another name.
     ("random_seed", &[]),
