@@ -2,6 +2,8 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
+use kv_core::invariant::Invariant;
+
 /// A whole message, or a command: bytes of its own, and bytes that peers share.
 #[derive(Debug, Clone)]
 pub(crate) struct Outgoing {
@@ -80,7 +82,8 @@ impl Outbox {
     /// Frees the room of a message that is written.
     pub(crate) fn written(&self, message: &Outgoing) {
         let mut state = self.lock();
-        state.bytes = state.bytes.saturating_sub(message.len());
+        let rest = state.bytes.checked_sub(message.len());
+        state.bytes = rest.invariant("a message counts until it is written");
         self.changed.notify_all();
     }
 
