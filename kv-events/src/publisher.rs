@@ -133,7 +133,7 @@ impl Drop for Publisher {
 /// The thread that keeps the mirror and sends batches.
 struct Worker {
     server: Arc<Server>,
-    mirror: Mirror,
+    contents: Mirror,
     format: Format,
     heartbeat: Duration,
     spacing: Duration,
@@ -152,7 +152,7 @@ impl Worker {
         let now = Instant::now();
         Self {
             server,
-            mirror: Mirror::new(options.published()),
+            contents: Mirror::new(options.published()),
             format: options.format(),
             heartbeat: options.heartbeat,
             spacing: options.snapshot_spacing,
@@ -174,12 +174,12 @@ impl Worker {
             self.wants_snapshot |= work.wants_snapshot;
             if let Some(snapshot) = work.reset {
                 self.next_id = snapshot.next_id;
-                self.mirror.reset(snapshot);
+                self.contents.reset(snapshot);
                 self.wants_snapshot = true;
             }
             let mut out = Batches::default();
             for event in work.events.into_iter().filter(|event| event.id >= self.next_id) {
-                self.mirror.apply(event.kind, &mut out);
+                self.contents.apply(event.kind, &mut out);
             }
             self.count_blocks();
             self.send(out);
@@ -212,7 +212,7 @@ impl Worker {
             return;
         }
         let mut out = Batches::default();
-        self.mirror.snapshot(&mut out);
+        self.contents.snapshot(&mut out);
         self.count_blocks();
         self.wants_snapshot = false;
         self.snapshot_at = now.checked_add(self.spacing);
@@ -226,14 +226,14 @@ impl Worker {
             return;
         }
         // Consumers may remember a life before this one.
-        let knows_nothing = self.mirror.told() == 0 && !self.wants_snapshot;
+        let knows_nothing = self.contents.told() == 0 && !self.wants_snapshot;
         let events = if knows_nothing { vec![WireEvent::Cleared] } else { Vec::new() };
         self.send_one(&events);
     }
 
     /// Counts before anything is sent: whoever has a batch finds its blocks counted.
     fn count_blocks(&self) {
-        self.server.counters.blocks.set(self.mirror.told());
+        self.server.counters.blocks.set(self.contents.told());
     }
 
     fn send(&mut self, batches: Batches) {

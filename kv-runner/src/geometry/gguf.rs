@@ -60,8 +60,8 @@ pub(crate) fn layers(metadata: &Metadata<'_>) -> Result<u32, ConfigError> {
 
 /// Makes a note about layers that predict tokens further ahead.
 fn note_of_ahead(num_layers: u32, blocks: u32) -> Option<String> {
-    let ahead = blocks.saturating_sub(num_layers);
-    (ahead > 0).then(|| {
+    let ahead = blocks.checked_sub(num_layers).filter(|ahead| *ahead > 0);
+    ahead.map(|ahead| {
         format!("the last {ahead} of {blocks} layers predict tokens further ahead: not counted")
     })
 }

@@ -230,7 +230,9 @@ impl<'w> Fleet<'w> {
         self.outcome.hit_tokens += u64::from(hit);
         self.outcome.evictions += to_u64(evicted.len());
         self.outcome.computed[chosen] += u64::from(tokens - hit);
-        self.outcome.first_tokens.push(end.saturating_sub(arrival.at));
+        let took = end.checked_sub(arrival.at);
+        assert!(took.is_some(), "a prompt is computed after its arrival");
+        self.outcome.first_tokens.extend(took);
         if let Some(events) = &mut self.events {
             let stored = self.blocks.get(cached..).unwrap_or_default().to_vec();
             events.publish(chosen, end, stored, evicted);

@@ -78,7 +78,8 @@ impl Prompt<'_> {
     /// Returns the time that an instance computes if these tokens are reused.
     pub(super) fn prefill_time(&self, hit_tokens: u32) -> Duration {
         const SECOND: u64 = 1_000_000_000;
-        let tokens = u64::from(self.tokens.saturating_sub(hit_tokens));
+        assert!(hit_tokens <= self.tokens, "a prompt reuses its own tokens");
+        let tokens = u64::from(self.tokens - hit_tokens);
         let nanos = (tokens * SECOND).checked_div(self.tokens_per_second.into());
         Duration::from_nanos(nanos.unwrap_or(u64::MAX))
     }
