@@ -64,8 +64,19 @@ impl ServerKind {
         found.ok_or_else(|| format!("{name} is not installed, get it with `cargo xtask setup`"))
     }
 
-    /// Makes the command for a port and an empty folder.
-    fn command(self, program: &Path, port: u16, folder: &Path, more: &[String]) -> Command {
+    /// Returns the options that take a port of their own, beside the port of the service.
+    fn port_options(self) -> &'static [&'static str] {
+        if self == Self::SeaweedFs { &WEED_PORTS } else { &[] }
+    }
+
+    /// Makes the command for a port, a port of each of [`Self::port_options`], and an empty folder.
+    fn command(
+        self,
+        program: &Path,
+        (port, others): (u16, &[u16]),
+        folder: &Path,
+        more: &[String],
+    ) -> Command {
         // The shell ends the server when its standard input ends, which it does with this process,
         // however that ends.
         let mut command = Command::new("sh");
@@ -79,10 +90,9 @@ impl ServerKind {
             Self::SeaweedFs => {
                 command.args(["mini", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]);
                 command.args([format!("-dir={}", folder.display()), format!("-s3.port={port}")]);
-                for name in WEED_PORTS {
-                    // A port that is taken meanwhile shows as a failed start, and is tried again.
-                    command.arg(format!("-{name}={}", free_port().unwrap_or_default()));
-                }
+                command.args(["-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]);
+                let options = self.port_options().iter().zip(others);
+                command.args(options.map(|(name, port)| format!("-{name}={port}")));
             }
             Self::Moto => {
                 command.args(["-H", "127.0.0.1", "-p", &port]);
@@ -134,11 +144,10 @@ impl Server {
         let mut attempts = 0;
         loop {
             attempts += 1;
-            let port = free_port()?;
+            let port = free_ports(1)?[0];
             match Process::start(kind, port, &arguments) {
                 Ok(process) => {
-                    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-                    return Ok(Self { kind, arguments, address, process });
+                    return Ok(Self { kind, arguments, address: loopback(port), process });
                 }
                 // Another process may have taken the port.
                 Err(error) if attempts == ATTEMPTS => return Err(error),
@@ -236,7 +245,12 @@ impl SharedServer {
             }
             let start = || Server::start(shared.kind, &[]).map_err(|error| error.to_string());
             let server = shared.server.get_or_init(start);
-            run(server.as_ref().map_err(Failed::from)?);
+            let server = server.as_ref().map_err(Failed::from)?;
+            if !server.process.is_running() {
+                let message = format!("{} ended by itself", shared.kind);
+                return Err(Failed::from(server.process.report(&message)));
+            }
+            run(server);
             Ok(Completion::Completed)
         })
     }
@@ -254,22 +268,37 @@ impl Process {
     fn start(kind: ServerKind, port: u16, arguments: &[String]) -> io::Result<Self> {
         let program = kind.find().map_err(io::Error::other)?;
         let folder = tempfile::tempdir()?;
-        let mut guard = kind.command(&program, port, folder.path(), arguments).spawn()?;
+        // A port that is taken meanwhile shows as a failed start, and is tried again.
+        let others = free_ports(kind.port_options().len())?;
+        let mut guard =
+            kind.command(&program, (port, &others), folder.path(), arguments).spawn()?;
         let mut pid = String::new();
         if let Some(output) = guard.stdout.take() {
             BufReader::new(output).read_line(&mut pid)?;
         }
         let process = Self { guard, pid: pid.trim().to_owned(), folder };
-        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let started = Instant::now();
-        while !kind.is_ready(address) {
+        // A part that cannot have its port ends SeaweedFS, even after its S3 has answered.
+        while !(others.iter().all(|&port| accepts(port)) && kind.is_ready(loopback(port))) {
             if started.elapsed() > START_LIMIT || !process.is_running() {
-                let folder = process.folder.path().display();
-                return Err(io::Error::other(format!("{kind} did not start in {folder}")));
+                return Err(io::Error::other(process.report(&format!("{kind} did not start"))));
             }
             thread::sleep(POLL);
         }
+        if !process.is_running() {
+            let message = format!("another process answers on the port of {kind}");
+            return Err(io::Error::other(process.report(&message)));
+        }
         Ok(process)
+    }
+
+    /// Returns the message with the end of the server's log.
+    fn report(&self, message: &str) -> String {
+        let log = fs::read(self.folder.path().join("log")).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log);
+        let lines: Vec<_> = log.lines().collect();
+        let end = lines[lines.len().saturating_sub(LOG_LINES)..].join("\n");
+        format!("{message}, the end of its log:\n{end}")
     }
 
     fn is_running(&self) -> bool {
@@ -336,8 +365,19 @@ fn valkey_folders(environment: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-fn free_port() -> io::Result<u16> {
-    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
+/// Returns different ports that nobody listens on.
+fn free_ports(count: usize) -> io::Result<Vec<u16>> {
+    let listeners: Vec<_> =
+        (0..count).map(|_| TcpListener::bind(loopback(0))).collect::<io::Result<_>>()?;
+    listeners.iter().map(|listener| Ok(listener.local_addr()?.port())).collect()
+}
+
+fn loopback(port: u16) -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::LOCALHOST, port))
+}
+
+fn accepts(port: u16) -> bool {
+    TcpStream::connect_timeout(&loopback(port), ASK_LIMIT).is_ok()
 }
 
 /// Sends a request and reads until the server closes the connection.
@@ -355,7 +395,7 @@ const GUARD: &str = "\"$@\" >log 2>&1 & pid=$!; echo $pid; exec >&-; read _; \
                      kill -9 $pid; kill -CONT $pid 2>/dev/null; wait $pid 2>/dev/null";
 
 /// Ports of `weed mini` beside that of S3.
-const WEED_PORTS: [&str; 12] = [
+const WEED_PORTS: [&str; 9] = [
     "admin.port",
     "admin.port.grpc",
     "filer.port",
@@ -363,13 +403,11 @@ const WEED_PORTS: [&str; 12] = [
     "master.port",
     "master.port.grpc",
     "s3.port.grpc",
-    "s3.port.iceberg",
-    "s3.port.lance",
     "volume.port",
     "volume.port.grpc",
-    "webdav.port",
 ];
 const ATTEMPTS: u32 = 3;
+const LOG_LINES: usize = 20;
 const START_LIMIT: Duration = Duration::from_mins(1);
 const ASK_LIMIT: Duration = Duration::from_secs(5);
 const POLL: Duration = Duration::from_millis(20);
