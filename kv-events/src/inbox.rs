@@ -64,13 +64,14 @@ impl Inbox {
         }
     }
 
-    /// Begins anew. Events that wait and are in the snapshot are of no use any more.
+    /// Begins anew. Events that wait are of no use any more: the snapshot has what they say, or is of
+    /// another cache.
     pub(crate) fn reset(&self, snapshot: &Snapshot, group: GroupId) {
         let blocks = snapshot.blocks.iter().filter(|block| block.group == group).cloned();
         let snapshot = Snapshot { next_id: snapshot.next_id, blocks: blocks.collect() };
         let mut state = self.lock();
         state.needs_snapshot = false;
-        state.work.events.retain(|event| event.id >= snapshot.next_id);
+        state.work.events.clear();
         state.work.reset = Some(snapshot);
         self.arrived.notify_one();
     }
@@ -136,13 +137,22 @@ mod tests {
         inbox.publish(&cleared(2..4), GroupId(0));
         assert!(inbox.needs_snapshot());
         assert_eq!(inbox.dropped(), 2);
-        inbox.publish(&cleared(4..5), GroupId(0));
         inbox.reset(&Snapshot { next_id: 4, blocks: Vec::new() }, GroupId(0));
         assert!(!inbox.needs_snapshot());
+        inbox.publish(&cleared(4..5), GroupId(0));
         let work = inbox.take(Instant::now());
         assert_eq!(work.events, cleared(4..5), "what the snapshot has is not applied again");
         assert_eq!(work.reset.map(|snapshot| snapshot.next_id), Some(4));
         assert!(!work.wants_snapshot && !work.is_over);
+    }
+
+    #[test]
+    fn events_of_a_cache_before_are_not_those_of_the_next() {
+        let inbox = Inbox::new(8);
+        inbox.publish(&cleared(100..103), GroupId(0));
+        inbox.reset(&Snapshot { next_id: 0, blocks: Vec::new() }, GroupId(0));
+        inbox.publish(&cleared(0..1), GroupId(0));
+        assert_eq!(inbox.take(Instant::now()).events, cleared(0..1));
     }
 
     #[test]

@@ -80,8 +80,11 @@ impl Publisher {
     }
 
     /// Begins anew with everything that the cache has now, and publishes it as a live snapshot as
-    /// soon as the spacing of snapshots allows. Events before [`Snapshot::next_id`] are skipped
-    /// from now on. What lower tiers have must be in the snapshot: it replaces all that is known.
+    /// soon as the spacing of snapshots allows. The cache may be another one than before.
+    ///
+    /// The snapshot is taken after the events that were published before: those that still wait are
+    /// dropped, and of later ones those before [`Snapshot::next_id`]. It contains what lower tiers
+    /// have.
     pub fn reset(&self, snapshot: &Snapshot) {
         if let Some(group) = self.group {
             self.server.inbox.reset(snapshot, group);

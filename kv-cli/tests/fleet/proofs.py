@@ -137,22 +137,25 @@ class Fleet(unittest.TestCase):
         wait_for("the router", lambda: answers(url + "/health"))
         return url
 
-    def indexer(self, instances):
+    def start_indexer(self):
+        """Returns the port of an indexer without instances."""
         port = free_port()
         self.program([DYNAMO, "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"])
-        url = f"http://127.0.0.1:{port}"
+        wait_for("the indexer", lambda: answers(f"http://127.0.0.1:{port}/health"))
+        return port
+
+    def indexer(self, instances):
+        url = f"http://127.0.0.1:{self.start_indexer()}"
 
         def register(number, one):
             body = {"instance_id": number, "model_name": MODEL, "block_size": BLOCK,
                     "endpoint": one.endpoint(one.events),
                     "replay_endpoint": one.endpoint(one.replay)}
-            try:
-                return requests.post(url + "/register", json=body, timeout=5).status_code == 201
-            except requests.ConnectionError:
-                return False
+            answer = requests.post(url + "/register", json=body, timeout=5)
+            self.assertEqual(answer.status_code, 201, answer.text)
 
         for number, one in enumerate(instances, 1):
-            wait_for("the indexer", lambda number=number, one=one: register(number, one))
+            register(number, one)
 
         def matched(prompt):
             """Returns the tokens that each instance has of a prompt, by its number."""
@@ -214,6 +217,14 @@ class Fleet(unittest.TestCase):
             self.assertEqual(matched_blocks, cached // BLOCK)
             found += matched_blocks > 0
         self.assertGreater(found, 50)
+
+    def test_the_indexer_knows_what_every_tier_has(self):
+        """10,000 random operations on caches of many kinds, and 1,000 questions: a test of kv-tier."""
+        port = self.start_indexer()
+        subprocess.run(
+            ["cargo", "test", "--quiet", "-p", "kv-tier", "--test", "engine", "--", "--ignored",
+             "--nocapture", "indexer"],
+            env={**os.environ, "KV_INDEXER": f"127.0.0.1:{port}"}, check=True)
 
     def test_events_beat_round_robin(self):
         """Requests come at once: beside idle instances the router sends all to one."""

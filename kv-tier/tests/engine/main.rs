@@ -17,6 +17,7 @@ mod flush;
 mod forget;
 mod handoff;
 mod hang;
+mod indexer;
 mod kind;
 mod lives;
 mod order;

@@ -4,9 +4,10 @@ use std::time::{Duration, Instant};
 
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::error::PlanError;
-use kv_core::events::Tier;
+use kv_core::events::{Snapshot, Tier};
 use kv_core::reuse::PinId;
 use kv_core::{CacheError, CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
+use kv_events::Publisher;
 use kv_testkit::consumer::Consumer;
 use kv_testkit::rng::Rng;
 use kv_testkit::store::{Fault, FaultSchedule, FaultStore};
@@ -53,6 +54,8 @@ pub(crate) struct World {
     device_faults: u64,
     /// A reader of the cache's events.
     reader: Consumer,
+    /// Sends the same events to readers elsewhere.
+    publisher: Option<Arc<Publisher>>,
 }
 
 impl World {
@@ -98,7 +101,17 @@ impl World {
             is_armed: false,
             device_faults: 0,
             reader: Consumer::default(),
+            publisher: None,
         }
+    }
+
+    /// Publishes all events from now on; what is there, at once.
+    pub(crate) fn publish(&mut self, publisher: Publisher) -> Arc<Publisher> {
+        let publisher = Arc::new(publisher);
+        self.read_events();
+        publisher.reset(&self.cache.snapshot());
+        self.publisher = Some(Arc::clone(&publisher));
+        publisher
     }
 
     pub(crate) fn kind(&self) -> String {
@@ -215,24 +228,24 @@ impl World {
         self.read_events();
     }
 
-    /// Lets the reader follow, and checks that he knows what can be reused.
-    fn read_events(&mut self) {
-        let Self { reader, cache, rng, .. } = self;
-        reader.apply(&cache.cache_mut().take_events()).unwrap();
+    /// Lets readers follow, and checks that they know what can be reused, which it returns.
+    pub(crate) fn read_events(&mut self) -> Snapshot {
+        let Self { reader, cache, publisher, .. } = self;
+        let snapshot = cache.snapshot();
+        let events = cache.cache_mut().take_events();
+        reader.apply(&events).unwrap();
         if reader.is_lost() {
-            let snapshot = cache.snapshot();
-            // The snapshot has them.
-            cache.cache_mut().take_events();
             reader.resync(&snapshot);
-        } else if rng.one_in(8) {
-            let snapshot = cache.snapshot();
-            reader.apply(&cache.cache_mut().take_events()).unwrap();
-            if reader.is_lost() {
-                reader.resync(&snapshot);
-            } else {
-                reader.check(&snapshot).unwrap();
+        } else {
+            reader.check(&snapshot).unwrap();
+        }
+        if let Some(publisher) = publisher {
+            publisher.publish(&events);
+            if publisher.needs_snapshot() {
+                publisher.reset(&snapshot);
             }
         }
+        snapshot
     }
 
     fn unpin(&mut self) {
@@ -388,6 +401,9 @@ impl World {
             self.pins.clear();
             self.recalibrated = 0;
             self.reader = Consumer::default();
+            if let Some(publisher) = &self.publisher {
+                publisher.reset(&self.cache.snapshot());
+            }
             return;
         }
         let before = before.into_cache();
@@ -489,8 +505,11 @@ fn open(
     let policies = [WritePolicy::OnPublish, WritePolicy::OnLeave, WritePolicy::Never];
     // Two states of each group at least.
     let states = if kind.has_states() { 32 << 10 } else { 0 };
-    let mut options = TierOptions::new()
-        .with_host(rng.pick(&[64 << 10, 160 << 10, 4 << 20]) + states)
+    let mut options = TierOptions::new();
+    if let Some(bytes) = rng.pick(&[None, Some(64 << 10), Some(160 << 10), Some(4 << 20)]) {
+        options = options.with_host(bytes + states);
+    }
+    let mut options = options
         .with_chunk_blocks(if kind.is_coded() { 1 } else { 2 })
         .with_wait(rng.pick(&[Wait::All, Wait::Compute, Wait::For(Duration::from_millis(1))]));
     for store in stores {
