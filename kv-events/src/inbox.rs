@@ -64,8 +64,8 @@ impl Inbox {
         }
     }
 
-    /// Begins anew. Events that wait are of no use any more: the snapshot has what they say, or is of
-    /// another cache.
+    /// Begins anew. Events that wait are of no use any more: the snapshot has what they say, or is
+    /// of another cache.
     pub(crate) fn reset(&self, snapshot: &Snapshot, group: GroupId) {
         let blocks = snapshot.blocks.iter().filter(|block| block.group == group).cloned();
         let snapshot = Snapshot { next_id: snapshot.next_id, blocks: blocks.collect() };

@@ -1,8 +1,10 @@
-"""Proofs of events with consumers that nobody here wrote: vllm-router, Dynamo's indexer, libzmq.
+"""Proofs of events with consumers that nobody here wrote: vllm-router, Dynamo's indexer
+and selection service, libzmq.
 
 `cargo xtask fleet` runs them. KV is the program `kv`, DYNAMO the Python that has ai-dynamo-runtime;
 the Python that runs this file has vllm-router, pyzmq, msgspec and requests.
 """
+import json
 import os
 import random
 import signal
@@ -10,8 +12,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -106,6 +110,16 @@ def tokens(seed, count):
     return [draw.randrange(3, 500) for _ in range(count)]
 
 
+def share_of(ask):
+    """Returns the share of tokens that are cached where twelve users ask, six at a time."""
+    draw = random.Random(5)
+    users = [tokens(("user", user), 240) for user in range(12)]
+    prompts = [draw.choice(users) + tokens(turn, 17) for turn in range(240)]
+    with ThreadPoolExecutor(6) as pool:
+        done = list(pool.map(ask, prompts))
+    return sum(hit for _, hit in done) / sum(count for count, _ in done)
+
+
 class Fleet(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -165,6 +179,26 @@ class Fleet(unittest.TestCase):
             return {int(name): of["longest_matched"] for name, of in found.items()}
 
         return matched
+
+    def selector(self, instances):
+        """Returns a function that asks Dynamo's selection service."""
+        service = subprocess.Popen(
+            [DYNAMO, Path(__file__).with_name("selector.py")], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.addCleanup(service.communicate)
+        one_at_a_time = threading.Lock()
+
+        def ask(**request):
+            with one_at_a_time:
+                print(json.dumps(request), file=service.stdin, flush=True)
+                return json.loads(service.stdout.readline())
+
+        workers = [{"worker_id": number, "model_name": MODEL, "block_size": BLOCK,
+                    "endpoint": one.url, "kv_events_endpoint": one.endpoint(one.events),
+                    "replay_endpoint": one.endpoint(one.replay)}
+                   for number, one in enumerate(instances)]
+        self.assertEqual(set(ask(do="workers", workers=workers)), {"schedulable"})
+        return ask
 
     def test_consumers_that_start_late_know_what_idle_instances_have(self):
         first, second = self.instances(2)
@@ -230,15 +264,24 @@ class Fleet(unittest.TestCase):
         """Requests come at once: beside idle instances the router sends all to one."""
         shares = {}
         for policy in ["round_robin", "kv_aware"]:
-            instances = self.instances(3, blocks=80)
-            url, draw = self.router(instances, policy), random.Random(5)
-            users = [tokens(("user", user), 240) for user in range(12)]
-            prompts = [draw.choice(users) + tokens(turn, 17) for turn in range(240)]
-            with ThreadPoolExecutor(6) as pool:
-                done = list(pool.map(lambda prompt: complete(url, prompt, max_tokens=16), prompts))
-            shares[policy] = sum(hit for _, hit in done) / sum(count for count, _ in done)
+            url = self.router(self.instances(3, blocks=80), policy)
+            shares[policy] = share_of(lambda prompt: complete(url, prompt, max_tokens=16))
+        instances = self.instances(3, blocks=80)
+        selector = self.selector(instances)
+
+        def reserve_and_complete(prompt):
+            request = {"model_name": MODEL, "token_ids": prompt, "selection_id": str(uuid.uuid4())}
+            worker = selector(do="select", **request)["worker_id"]
+            done = instances[worker].complete(prompt, max_tokens=16)
+            # Without a stream the prefill's end is not seen.
+            selector(do="prefilled", selection_id=request["selection_id"])
+            selector(do="free", selection_id=request["selection_id"])
+            return done
+
+        shares["select_service"] = share_of(reserve_and_complete)
         print("cached", shares)
-        self.assertGreaterEqual(shares["kv_aware"], 1.3 * shares["round_robin"])
+        for policy, times in {"kv_aware": 1.3, "select_service": 1.15}.items():
+            self.assertGreaterEqual(shares[policy], times * shares["round_robin"])
 
     def test_texts_are_routed_by_their_tokens(self):
         instances = self.instances(3)

@@ -62,8 +62,8 @@ impl Indexer {
         assert_eq!(status, 201, "{answer}");
     }
 
-    /// Returns the tokens of a prompt that are on the device, from there on in host memory, and from
-    /// there on in stores.
+    /// Returns the tokens of a prompt that are on the device, from there on in host memory, and
+    /// from there on in stores.
     fn known(&self, run: u64, prompt: &[u32]) -> [u32; 3] {
         let body = json!({ "model_name": model_of(run), "token_ids": prompt });
         let (status, answer) = self.post("/query", &body);

@@ -32,8 +32,8 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
 /// Crates that tests of any crate may use: the kit, and the facade, which examples in documentation
 /// name.
 const TESTS_MAY_USE: &[&str] = &["kv-testkit", "kv"];
-/// Crates that tests of a crate may use besides: a backend that runs everywhere, and the events that
-/// an indexer follows.
+/// Crates that tests of a crate may use besides: a backend that runs everywhere, and the events
+/// that an indexer follows.
 const TESTS_MAY_USE_TOO: &[(&str, &str)] =
     &[("kv-tier", "kv-cpu"), ("kv-tier", "kv-events"), ("kv-engine", "kv-cpu")];
 
