@@ -3,7 +3,7 @@ use hashbrown::HashMap;
 
 use crate::block::Ledger;
 use crate::events::Tier;
-use crate::eviction::{BlockInfo, EvictionPolicy, Priority};
+use crate::eviction::{BlockInfo, EvictionPolicy, Priority, Return};
 use crate::ids::{BlockId, GroupId};
 use crate::num::{to_u32, to_usize};
 use crate::reuse::{
@@ -226,19 +226,41 @@ impl BlockPool {
         tier.unwrap_or_default()
     }
 
-    /// Removes a holder; `true` if it was the last and the block is empty now, `false` if it has
-    /// other holders or is idle now.
+    /// Removes a holder that knows nothing of the content's return; `true` if it was the last and
+    /// the block is empty now, `false` if it has other holders or is idle now.
     ///
     /// # Panics
     /// If the block has no holder, or is outside of the pool.
     #[inline]
     pub(crate) fn release(&mut self, block: BlockId) -> bool {
+        self.release_hinted(block, None)
+    }
+
+    /// Does what [`Self::release`] does, for a sequence that ends with this hint.
+    #[inline]
+    pub(crate) fn release_hinted(&mut self, block: BlockId, hint: Option<Return>) -> bool {
+        self.remove_holder(block, |policy| policy.hinted(block, hint))
+    }
+
+    /// Does what [`Self::release`] does after [`Self::hold`], which is no use of the content: what
+    /// the policy was told of its return stands.
+    pub(crate) fn end_hold(&mut self, block: BlockId) -> bool {
+        self.remove_holder(block, |_| {})
+    }
+
+    #[inline]
+    fn remove_holder(
+        &mut self,
+        block: BlockId,
+        tell: impl FnOnce(&mut dyn EvictionPolicy),
+    ) -> bool {
         let count = self.count_mut(block);
         assert!(*count & !STORED > 0, "release of block {block}, which has no holder");
         *count -= 1;
         let left = *count;
         if left == STORED {
             self.idle += 1;
+            tell(&mut *self.policy);
             self.policy.idle(block);
         } else if left == 0 {
             self.free.push(block);
@@ -295,6 +317,7 @@ impl BlockPool {
         self.note_duplicate(block);
         if self.is_idle(block) {
             self.policy.computed_again(block);
+            self.policy.hinted(block, None);
             self.policy.idle(block);
         }
     }

@@ -11,7 +11,7 @@ use crate::error::CacheError;
 #[cfg(doc)]
 use crate::error::PlanError;
 use crate::events::{Event, EventKind, Tier};
-use crate::eviction::{EvictionPolicy, Priority};
+use crate::eviction::{EvictionPolicy, Priority, Return};
 use crate::ids::{BlockId, GroupId, SequenceId};
 use crate::reuse::BlockKey;
 
@@ -75,6 +75,42 @@ impl<B: Backend> KvCache<B> {
     pub fn release(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
         self.keep_last_state(sequence);
         Ok(self.recovered().release(sequence)?)
+    }
+
+    /// Sets what is expected after the end of a sequence, in place of what
+    /// [`StartOptions::with_hint`] or an earlier call said; `None` takes it back. A fork inherits
+    /// the hint of its parent: both are answers to the same request.
+    ///
+    /// The eviction policy learns of it for each block that the sequence is the last to release,
+    /// with [`Self::release`] or [`Self::reset`]. Blocks released earlier, by [`Self::truncate`],
+    /// by a window or by [`Self::preempt`], are released without a hint: they are not what the
+    /// sequence ends with. Nor do hints reach the policy of snapshots of recurrent states, or the
+    /// tiers below the device.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use kv::backend::NullBackend;
+    /// use kv::eviction::Return;
+    /// use kv::{CacheSpec, KvCache, SequenceId, StartOptions};
+    ///
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
+    /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
+    /// let options = StartOptions::default().with_hint(Return::Idle);
+    /// cache.start(SequenceId(0), &[1, 2, 3], options)?;
+    /// // The answer asks for a tool: the conversation goes on in a few seconds.
+    /// cache.hint(SequenceId(0), Return::Within(Duration::from_secs(3)))?;
+    /// cache.release(SequenceId(0))?;
+    /// # Ok::<(), kv::CacheError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`].
+    pub fn hint(
+        &mut self,
+        sequence: SequenceId,
+        hint: impl Into<Option<Return>>,
+    ) -> Result<(), CacheError> {
+        Ok(self.recovered().hint(sequence, hint.into())?)
     }
 
     /// Ends a sequence whose blocks are needed more urgently. It restarts with

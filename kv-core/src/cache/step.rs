@@ -279,10 +279,11 @@ impl<B: Backend> Step<'_, B> {
     /// While a step is held, everything that only reads works, with the lengths before the step:
     /// [`KvCache::state`], [`KvCache::storage`] and so on. Of the calls that take the cache by
     /// `&mut`, [`KvCache::queue_mut`], [`KvCache::allocate_layer`], [`KvCache::pin_prefix`],
-    /// [`KvCache::prioritise_prefix`], [`KvCache::set_policy`], [`KvCache::take_events`],
-    /// [`KvCache::announce`], [`KvCache::drain_changes`] and [`KvCache::wipe`] work. All others are
-    /// refused with [`PlanError::State`] and change nothing, because the step could not be rolled
-    /// back after them; [`Self::start`] works in place of [`KvCache::start`].
+    /// [`KvCache::prioritise_prefix`], [`KvCache::hint`], [`KvCache::set_policy`],
+    /// [`KvCache::take_events`], [`KvCache::announce`], [`KvCache::drain_changes`] and
+    /// [`KvCache::wipe`] work. All others are refused with [`PlanError::State`] and change nothing,
+    /// because the step could not be rolled back after them; [`Self::start`] works in place of
+    /// [`KvCache::start`].
     pub fn hold(self) {
         self.cache.is_held = true;
     }

@@ -6,6 +6,7 @@ mod constants;
 mod counts;
 mod gather;
 mod held;
+mod hints;
 mod hooks;
 mod late;
 mod leaked;

@@ -4,6 +4,7 @@
 //! A block with reusable content and no holder is a *candidate*. The pool reports all changes of
 //! blocks to an [`EvictionPolicy`] and requests a candidate when no empty block is left.
 mod clock;
+mod hint;
 mod lfu;
 mod lists;
 mod lru;
@@ -19,6 +20,7 @@ use std::sync::Arc;
 
 pub use crate::priority::Priority;
 pub use clock::{Clock, ManualClock, SystemClock};
+pub use hint::Return;
 pub use lfu::Lfu;
 pub use lru::Lru;
 pub use priority::ByPriority;
@@ -74,6 +76,15 @@ pub trait EvictionPolicy: fmt::Debug + Send {
     fn held(&mut self, block: BlockId) {
         self.reused(block);
     }
+    /// Reports, just before [`Self::idle`], what the sequence that releases `block` said of its
+    /// return: `None` for nothing, which takes back what an earlier release said. At the end of a
+    /// [hold](Self::held) there is no such report: the last one stands, unless the block was
+    /// [reused](Self::reused) or [computed again](Self::computed_again) since. By default without
+    /// effect.
+    ///
+    /// A hint is about the tokens that only this sequence's conversation continues. A policy ranks
+    /// a content without it that two or more different contents follow, such as a system prompt.
+    fn hinted(&mut self, _block: BlockId, _hint: Option<Return>) {}
     /// Reports that `block` lost its last holder.
     fn idle(&mut self, block: BlockId);
     /// Reports that the content of `block` is gone, or can no longer be found, other than by

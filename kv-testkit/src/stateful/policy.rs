@@ -4,7 +4,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kv_core::BlockId;
-use kv_core::eviction::{BlockInfo, Clock, Eviction, EvictionPolicy, ManualClock, Priority};
+use kv_core::eviction::{
+    BlockInfo, Clock, Eviction, EvictionPolicy, ManualClock, Priority, Return,
+};
 
 use super::coverage::{Behaviour, Coverage};
 
@@ -201,6 +203,12 @@ impl EvictionPolicy for CheckedPolicy {
         }
         self.seen().arrive(block, now);
         self.inner.idle(block);
+    }
+    fn hinted(&mut self, block: BlockId, hint: Option<Return>) {
+        if self.seen().of(block).is_none_or(|(_, is_idle)| is_idle) {
+            self.seen().report(|| format!("a hint for {block}, which is not cached or is idle"));
+        }
+        self.inner.hinted(block, hint);
     }
     fn dropped(&mut self, block: BlockId) {
         if self.seen().blocks.remove(&block).is_none() {

@@ -3,7 +3,7 @@
 use crate::block::Ledger;
 use crate::cache::state::StartOptions;
 use crate::cache::state::shared_list::SharedList;
-use crate::eviction::{Priority, Retention};
+use crate::eviction::{Priority, Retention, Return};
 use crate::invariant::Invariant;
 #[cfg(test)]
 use crate::num::list_bytes;
@@ -29,6 +29,8 @@ pub(crate) struct History {
     /// A block that is never published, by group: [`NO_BLOCK`] for none.
     cut: Vec<u32>,
     retention: Option<Retention>,
+    /// What the caller expects after the end of the sequence.
+    pub(super) hint: Option<Return>,
     prompt_len: u32,
     /// Contents of the last requested block.
     parts: Vec<BlockContent>,
@@ -55,6 +57,7 @@ impl History {
         self.tokens.clear();
         self.contents.set(options.contents);
         self.retention = options.retention.cloned();
+        self.hint = options.hint;
         self.prompt_len = to_u32(prompt.len());
         self.parts.clear();
         self.keys.iter_mut().for_each(SharedList::clear);
@@ -87,6 +90,7 @@ impl History {
         self.contents.clear();
         recycle(&mut self.parts);
         self.retention = None;
+        self.hint = None;
     }
 
     /// Copies the history of another sequence with `len` tokens, sharing most of it.
@@ -105,6 +109,7 @@ impl History {
         // Buffers of the previous sequence.
         self.parts.clear();
         self.retention.clone_from(&parent.retention);
+        self.hint = parent.hint;
         self.prompt_len = parent.prompt_len;
         // Later keys belong to the rest of the parent's prompt.
         let known = to_u32(self.tokens.len());

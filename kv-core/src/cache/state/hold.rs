@@ -105,7 +105,7 @@ impl CacheState {
         let Some((index, block)) = self.holds.held.remove(&hold.id) else {
             return Err(PlanError::State { operation: OPERATION, problem: StateProblem::Ended });
         };
-        self.release_held(index, block);
+        self.end_hold(index, block);
         Ok(())
     }
 
@@ -140,16 +140,20 @@ impl CacheState {
         self.check_closed("release holds")?;
         let held = std::mem::take(&mut self.holds.held);
         let count = to_u32(held.len());
-        held.into_values().for_each(|(index, block)| self.release_held(index, block));
+        held.into_values().for_each(|(index, block)| self.end_hold(index, block));
         Ok(count)
     }
 
-    /// Removes a holder of a block of rows, or of a snapshot.
-    pub(super) fn release_held(&mut self, index: usize, block: BlockId) {
+    /// Removes a holder of a block of rows, or of a snapshot, that was no use of its content.
+    pub(super) fn end_hold(&mut self, index: usize, block: BlockId) {
         let Self { groups, states, unwiped, .. } = self;
-        match snapshots_of(states, group_id(index)) {
-            Some(snapshots) => snapshots.release(block, unwiped),
-            None => groups.at_mut(index).release_holder(block, unwiped),
+        let group = group_id(index);
+        let is_empty = match snapshots_of(states, group) {
+            Some(snapshots) => snapshots.pool.end_hold(block),
+            None => groups.at_mut(index).pool.end_hold(block),
+        };
+        if is_empty {
+            unwiped.note(group, block);
         }
     }
 

@@ -302,7 +302,7 @@ impl CacheState {
     /// Releases the blocks that an import held, tails before heads.
     fn release_import(&mut self, held: Held) {
         for (index, block) in held.blocks.into_iter().rev() {
-            self.release_held(index, block);
+            self.end_hold(index, block);
         }
         if let Some(namespace) = held.namespace {
             self.ledger.leave(namespace);

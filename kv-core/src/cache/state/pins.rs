@@ -2,8 +2,9 @@
 use hashbrown::HashMap;
 
 use crate::block::BlockChange;
+use crate::cache::state::snapshots::snapshots_of;
 use crate::cache::state::start::Lookup;
-use crate::cache::state::{CacheState, Group, StartOptions};
+use crate::cache::state::{CacheState, Group, StartOptions, group_id};
 use crate::error::PlanError;
 use crate::events::{Event, EventKind, Snapshot, StoredBlock, Tier};
 use crate::eviction::{EvictionPolicy, Priority};
@@ -107,6 +108,15 @@ impl CacheState {
         self.pins.revision += 1;
         blocks.into_iter().rev().for_each(|(index, block)| self.release_held(index, block));
         Ok(true)
+    }
+
+    /// Removes a holder of a block of rows, or of a snapshot.
+    fn release_held(&mut self, index: usize, block: BlockId) {
+        let Self { groups, states, unwiped, .. } = self;
+        match snapshots_of(states, group_id(index)) {
+            Some(snapshots) => snapshots.release(block, unwiped),
+            None => groups.at_mut(index).release_holder(block, unwiped),
+        }
     }
 
     /// Returns a number that changes with every pin and unpin: [`Self::pinned_blocks`] is the same

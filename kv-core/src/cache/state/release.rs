@@ -1,6 +1,7 @@
 //! Truncation and end of sequences.
 use crate::cache::state::{CacheState, lookup};
 use crate::error::{PlanError, StateProblem};
+use crate::eviction::Return;
 use crate::ids::{LayerId, SequenceId};
 use crate::invariant::Invariant;
 use crate::num::{to_u32, to_usize};
@@ -29,7 +30,7 @@ impl CacheState {
                 self.begin_with(row, &snapshots);
             }
             self.sequences.at_mut(row).len = len;
-            self.drop_blocks(row, len, reserved);
+            self.drop_blocks(row, (len, reserved), None);
             self.unpublish_from(row, len);
             self.sequences.mark_shared(row);
             self.late.truncate(row, len);
@@ -41,7 +42,7 @@ impl CacheState {
     pub(super) fn cut_back(&mut self, row: u32, len: u32) {
         if self.groups.have_tail() {
             let reserved = self.sequences.at(row).reserved;
-            self.drop_blocks(row, len, reserved);
+            self.drop_blocks(row, (len, reserved), None);
         }
         self.sequences.at_mut(row).len = len;
         self.unpublish_from(row, len);
@@ -130,13 +131,28 @@ impl CacheState {
     pub(in crate::cache) fn release(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
         self.check_closed("release")?;
         let row = self.sequences.row(sequence)?;
-        self.end(sequence, row);
+        let hint = self.sequences.history(row).0.hint;
+        self.end(sequence, row, hint);
+        Ok(())
+    }
+
+    /// See [`KvCache::hint`](crate::KvCache::hint).
+    pub(in crate::cache) fn hint(
+        &mut self,
+        sequence: SequenceId,
+        hint: Option<Return>,
+    ) -> Result<(), PlanError> {
+        let row = self.sequences.row(sequence)?;
+        self.sequences.set_hint(row, hint);
         Ok(())
     }
 
     /// See [`KvCache::preempt`](crate::KvCache::preempt).
     pub(in crate::cache) fn preempt(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
-        self.release(sequence)?;
+        self.check_closed("release")?;
+        let row = self.sequences.row(sequence)?;
+        // The hint is about the time after the sequence, which goes on.
+        self.end(sequence, row, None);
         self.stats.preemptions += 1;
         Ok(())
     }
@@ -148,13 +164,13 @@ impl CacheState {
         ids.into_iter().try_for_each(|id| self.release(id))
     }
 
-    fn end(&mut self, sequence: SequenceId, row: u32) {
+    fn end(&mut self, sequence: SequenceId, row: u32, hint: Option<Return>) {
         self.publish_rest(row);
-        self.drop_row(sequence, row);
+        self.drop_row(sequence, row, hint);
     }
 
-    fn drop_row(&mut self, sequence: SequenceId, row: u32) {
-        self.drop_blocks(row, 0, 0);
+    fn drop_row(&mut self, sequence: SequenceId, row: u32, hint: Option<Return>) {
+        self.drop_blocks(row, (0, 0), hint);
         self.clear_states(row);
         if let Some(stops) = self.stops.get_mut(to_usize(row)) {
             stops.clear();
@@ -168,7 +184,8 @@ impl CacheState {
     /// Ends a sequence that began in a step that is rolled back.
     pub(super) fn unstart(&mut self, sequence: SequenceId) {
         let row = self.sequences.row(sequence);
-        self.drop_row(sequence, row.invariant("a sequence of an open step ends with the step"));
+        let row = row.invariant("a sequence of an open step ends with the step");
+        self.drop_row(sequence, row, None);
     }
 
     /// Records how many tokens of a committed sequence of `len` tokens are quantised, and releases
@@ -182,14 +199,19 @@ impl CacheState {
                 let coded = map.coded_after(group.tables.coded(row), len);
                 group.tables.set_coded(row, coded);
                 let keep = map.blocks_in(len, coded).max(map.blocks_reserved(reserved));
-                self.shorten(index, row, to_usize(keep));
+                self.shorten(index, row, to_usize(keep), None);
             }
         }
     }
 
     /// Releases the blocks that a sequence of `len` tokens does not need, last first; `reserved`
-    /// tokens keep theirs.
-    pub(super) fn drop_blocks(&mut self, row: u32, len: u32, reserved: u32) {
+    /// tokens keep theirs. `hint` is what an ending sequence said of its return.
+    pub(super) fn drop_blocks(
+        &mut self,
+        row: u32,
+        (len, reserved): (u32, u32),
+        hint: Option<Return>,
+    ) {
         for index in 0..self.groups.len() {
             let group = self.groups.at_mut(index);
             let map = group.slot_map();
@@ -200,19 +222,20 @@ impl CacheState {
             let is_left = group.vacant(row).end > needed;
             let reserved = if is_left { 0 } else { map.blocks_reserved(reserved) };
             let keep = needed.max(reserved);
-            self.shorten(index, row, to_usize(keep));
+            self.shorten(index, row, to_usize(keep), hint);
         }
     }
 
-    /// Releases a row's blocks beyond the first `keep`, last first.
-    pub(super) fn shorten(&mut self, index: usize, row: u32, keep: usize) {
+    /// Releases a row's blocks beyond the first `keep`, last first. `hint` is what an ending
+    /// sequence said of its return.
+    pub(super) fn shorten(&mut self, index: usize, row: u32, keep: usize, hint: Option<Return>) {
         let Self { groups, unwiped, .. } = self;
         let group = groups.at_mut(index);
         let vacant = group.vacant(row);
         let id = group.group_id();
         let blocks = group.tables.row(row).iter().enumerate().skip(keep).rev();
         for (_, block) in blocks.filter(|(at, _)| !vacant.contains(&to_u32(*at))) {
-            if group.pool.release(*block) {
+            if group.pool.release_hinted(*block, hint) {
                 unwiped.note(id, *block);
             }
         }

@@ -7,6 +7,7 @@ use hashbrown::hash_map::Entry;
 use crate::block::Ledger;
 use crate::cache::state::history::History;
 use crate::error::PlanError;
+use crate::eviction::Return;
 use crate::ids::SequenceId;
 use crate::invariant::Invariant;
 use crate::num::{to_u32, to_usize};
@@ -158,6 +159,10 @@ impl Sequences {
         let (state, own) = self.both_mut(row);
         std::mem::swap(own, history);
         state.known = own.known();
+    }
+    /// Sets what the caller expects after the end of a row's sequence.
+    pub(crate) fn set_hint(&mut self, row: u32, hint: Option<Return>) {
+        self.histories.get_mut(to_usize(row)).invariant(ROW).hint = hint;
     }
     /// Makes the history of row `to` a copy of that of `from`, with `len` tokens.
     pub(crate) fn fork_history(

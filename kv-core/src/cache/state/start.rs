@@ -5,7 +5,7 @@ use crate::cache::state::stats::ByTier;
 use crate::cache::state::{CacheState, Group};
 use crate::error::{BlocksExhausted, CacheError, OptionProblem, PlanError};
 use crate::events::Tier;
-use crate::eviction::Retention;
+use crate::eviction::{Retention, Return};
 use crate::ids::{BlockId, SequenceId};
 use crate::invariant::Invariant;
 use crate::num::{to_u32, to_u64, to_usize};
@@ -26,6 +26,7 @@ pub struct StartOptions<'a> {
     pub(in crate::cache) adapter: Option<u64>,
     pub(in crate::cache) contents: &'a [ContentSpan],
     pub(in crate::cache) retention: Option<&'a Retention>,
+    pub(in crate::cache) hint: Option<Return>,
     pub(in crate::cache) backoff_blocks: u32,
     pub(in crate::cache) reuse: bool,
     pub(in crate::cache) resumed: bool,
@@ -41,6 +42,7 @@ impl Default for StartOptions<'_> {
             adapter: None,
             contents: &[],
             retention: None,
+            hint: None,
             backoff_blocks: 0,
             reuse: true,
             resumed: false,
@@ -78,6 +80,12 @@ impl<'a> StartOptions<'a> {
     #[must_use]
     pub fn with_retention(self, retention: &'a Retention) -> Self {
         Self { retention: Some(retention), ..self }
+    }
+    /// Sets what is expected after the end of the sequence, unless
+    /// [`KvCache::hint`](crate::KvCache::hint) says otherwise before; nothing unless set.
+    #[must_use]
+    pub fn with_hint(self, hint: Return) -> Self {
+        Self { hint: Some(hint), ..self }
     }
     /// Reuses `blocks` full blocks less than are cached, for draft models whose K and V come from
     /// the token before (EAGLE: 1): the rows at the end of a hit belong to another token.
@@ -128,6 +136,10 @@ impl<'a> StartOptions<'a> {
     /// Returns the eviction priorities of the blocks, `None` for the default level.
     pub fn retention(&self) -> Option<&'a Retention> {
         self.retention
+    }
+    /// Returns what is expected after the end of the sequence, `None` for nothing.
+    pub fn hint(&self) -> Option<Return> {
+        self.hint
     }
     /// Returns the full blocks of a hit that are computed anew.
     pub fn backoff_blocks(&self) -> u32 {

@@ -52,7 +52,7 @@ impl CacheState {
                 sequences.mark_shared(row);
                 let had = groups.at(group).tables.row_len(row).checked_sub(count);
                 let had = had.invariant("a row has the blocks that the step appended");
-                self.shorten(group, row, to_usize(had));
+                self.shorten(group, row, to_usize(had), None);
             }
             Undo::Replaced { group, row, at, old, kept } => {
                 sequences.mark_shared(row);

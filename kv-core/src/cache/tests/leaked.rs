@@ -45,7 +45,7 @@ fn seen(cache: &mut KvCache<NullBackend>) -> String {
 
 #[test]
 fn every_call_recovers_from_a_leaked_step() {
-    let calls: [(&str, Call); 19] = [
+    let calls: [(&str, Call); 20] = [
         ("allocate_layer", |c, _| format!("{:?}", c.allocate_layer(0))),
         ("begin_step", |c, _| {
             let step = c.begin_step(&[StepInput::tokens(SEQ[0], &[10])]).unwrap();
@@ -78,6 +78,7 @@ fn every_call_recovers_from_a_leaked_step() {
             let options = StartOptions::default();
             format!("{:?}", c.prioritise_prefix(&PROMPT, options, Priority::default()))
         }),
+        ("hint", |c, _| format!("{:?}", c.hint(SEQ[2], None))),
         ("take_events", |c, _| format!("{}", c.take_events().is_empty())),
         ("recalibrate", |c, _| {
             let layers = vec![crate::calibration::LayerCalibration::default(); 2];
