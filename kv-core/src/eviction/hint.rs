@@ -52,9 +52,9 @@ impl fmt::Display for Return {
 impl FromStr for Return {
     type Err = UnknownName;
     fn from_str(name: &str) -> Result<Self, UnknownName> {
-        let named = [Self::Ended, Self::Idle, Self::ToolCall];
+        let plain = [Self::Ended, Self::Idle, Self::ToolCall];
         let within = || name.strip_prefix(WITHIN).and_then(seconds).map(Self::Within);
-        let known = named.into_iter().find(|hint| hint.to_string() == name).or_else(within);
+        let known = plain.into_iter().find(|hint| hint.to_string() == name).or_else(within);
         let names = "ended, idle, tool-call, within=SECONDS";
         known.ok_or_else(|| UnknownName::new("return hint", name, names))
     }

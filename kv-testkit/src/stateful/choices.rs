@@ -2,7 +2,7 @@
 use std::time::Duration;
 
 use kv_core::StartOptions;
-use kv_core::eviction::{Priority, Retention, RetentionRange};
+use kv_core::eviction::{Priority, Retention, RetentionRange, Return};
 use kv_core::reuse::ContentSpan;
 
 /// A string of bytes that is consumed from the front; zeros follow its end.
@@ -53,6 +53,7 @@ impl<'b> Choices<'b> {
         let mut options = Options::default();
         let kind = self.next();
         match kind & 15 {
+            5 | 6 => options.hint = hint(kind >> 4),
             7 | 8 => options.retention = Some(self.retention()),
             9 => options.salt = b"a".to_vec(),
             10 => options.salt = b"b".to_vec(),
@@ -103,6 +104,18 @@ pub(super) struct Options {
     pub(super) no_reuse: bool,
     pub(super) reserve: u32,
     pub(super) retention: Option<Retention>,
+    pub(super) hint: Option<Return>,
+}
+
+/// Returns one of all hints, or none.
+pub(super) fn hint(kind: u8) -> Option<Return> {
+    match kind % 8 {
+        1 => Some(Return::Ended),
+        2 => Some(Return::Idle),
+        3 => Some(Return::ToolCall),
+        4 | 5 => Some(Return::Within(Duration::from_secs(u64::from(kind)))),
+        _ => None,
+    }
 }
 
 impl Options {
@@ -114,6 +127,7 @@ impl Options {
             Some(retention) => options.with_retention(retention),
             None => options,
         };
+        let options = self.hint.map_or(options, |hint| options.with_hint(hint));
         options.with_reuse(!self.no_reuse)
     }
     /// Returns the options that are part of a block's key.

@@ -51,6 +51,8 @@ behaviours! {
     ClockStep,
     /// A sequence started with retention priorities.
     WithRetention,
+    /// A block became idle with a hint of its return.
+    Hinted,
     /// A step was dropped.
     Dropped,
     /// A step was committed in part.

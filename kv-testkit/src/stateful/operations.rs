@@ -6,7 +6,7 @@ use kv_core::error::PlanError;
 use kv_core::spec::PrefixReuse;
 use kv_core::{CacheError, SequenceId};
 
-use super::choices::{Choices, Options};
+use super::choices::{Choices, Options, hint};
 use super::{Behaviour, Sequence, StatefulTest};
 use crate::case::{CaseError, ensure, same};
 use crate::fault::FaultKind;
@@ -101,7 +101,10 @@ impl StatefulTest {
             let sequence = &self.sequences[choices.index(self.sequences.len())];
             let mut prompt: Vec<_> = sequence.tokens.iter().map_while(|token| *token).collect();
             prompt.push(choices.token());
-            return (prompt, Options { reserve: 0, retention: None, ..sequence.options.clone() });
+            return (
+                prompt,
+                Options { reserve: 0, retention: None, hint: None, ..sequence.options.clone() },
+            );
         }
         (choices.prompt(), choices.options())
     }
@@ -216,8 +219,13 @@ impl StatefulTest {
     /// Releases or preempts a sequence; its published tokens stay cached.
     fn end_sequence(&mut self, choices: &mut Choices<'_>) -> Result<(), CaseError> {
         let sequence = self.sequences.remove(choices.index(self.sequences.len()));
-        self.record(|| format!("end {}", sequence.id));
-        if choices.one_in(3) {
+        let kind = choices.next();
+        let hint = hint(kind / 3);
+        self.record(|| format!("end {}, {hint:?}", sequence.id));
+        if kind > 127 {
+            self.cache.hint(sequence.id, hint)?;
+        }
+        if kind % 3 == 2 {
             self.coverage.add(Behaviour::Preempted);
             self.cache.preempt(sequence.id)?;
         } else {

@@ -28,6 +28,8 @@ pub(super) struct Observations {
     /// The first rule that was broken.
     broken: Option<String>,
     coverage: Coverage,
+    /// The block whose hint was reported and that becomes idle next.
+    told: Option<BlockId>,
 }
 
 /// A cached block.
@@ -193,6 +195,10 @@ impl EvictionPolicy for CheckedPolicy {
         self.inner.held(block);
     }
     fn idle(&mut self, block: BlockId) {
+        let told = self.seen().told.take();
+        if let Some(told) = told.filter(|told| *told != block) {
+            self.seen().report(|| format!("{block} becomes idle after a hint for {told}"));
+        }
         if self.seen().end_hold(block) {
             return self.inner.idle(block);
         }
@@ -205,9 +211,15 @@ impl EvictionPolicy for CheckedPolicy {
         self.inner.idle(block);
     }
     fn hinted(&mut self, block: BlockId, hint: Option<Return>) {
-        if self.seen().of(block).is_none_or(|(_, is_idle)| is_idle) {
-            self.seen().report(|| format!("a hint for {block}, which is not cached or is idle"));
+        let mut seen = self.seen();
+        if seen.of(block).is_none_or(|(_, is_idle)| is_idle) {
+            seen.report(|| format!("a hint for {block}, which is not cached or is idle"));
         }
+        if let Some(before) = seen.told.replace(block) {
+            seen.report(|| format!("{before} has a hint and does not become idle"));
+        }
+        seen.coverage.add_many(Behaviour::Hinted, u64::from(hint.is_some()));
+        drop(seen);
         self.inner.hinted(block, hint);
     }
     fn dropped(&mut self, block: BlockId) {
