@@ -55,6 +55,7 @@ pub(crate) fn accept(
         salt: request.salt,
         stops: request.stops,
         ignore_stop: request.ignore_stop,
+        hint: request.hint,
         choices: Vec::new(),
         reused: None,
         submitted: Duration::ZERO,

@@ -55,6 +55,7 @@ impl Task {
             salt: self.salt.clone(),
             stops: self.stops.clone(),
             ignore_stop: self.ignore_stop,
+            hint: self.hint,
             choices: Vec::new(),
             reused: self.reused,
             submitted: self.submitted,

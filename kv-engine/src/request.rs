@@ -1,4 +1,6 @@
 //! Requests to an engine, and their events.
+use kv_core::eviction::Return;
+
 use crate::beams::{BeamOptions, Hypothesis};
 use crate::sampler::Sampler;
 
@@ -21,6 +23,9 @@ pub struct Request {
     pub stops: Vec<u32>,
     /// Whether the text goes on after a stop token.
     pub ignore_stop: bool,
+    /// What the caller expects after the end of the request: whether and when its text is
+    /// continued. It changes the order of eviction, and no result.
+    pub hint: Option<Return>,
 }
 
 impl Request {
@@ -34,6 +39,7 @@ impl Request {
             salt: Vec::new(),
             stops: Vec::new(),
             ignore_stop: false,
+            hint: None,
         }
     }
 }

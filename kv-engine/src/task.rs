@@ -3,6 +3,7 @@
 //! The number of cached tokens of a sequence, and whether it exists, are the cache's to say.
 use std::time::Duration;
 
+use kv_core::eviction::Return;
 use kv_core::scheduling::CacheState;
 use kv_core::spec::GroupSpec;
 use kv_core::{SequenceId, StartOptions};
@@ -54,6 +55,8 @@ pub(crate) struct Task {
     /// Lengths of the prompt, ascending, at which recurrent states are kept.
     pub(crate) stops: Vec<u32>,
     pub(crate) ignore_stop: bool,
+    /// What is expected after its end.
+    pub(crate) hint: Option<Return>,
     /// Other texts after the same prompt, which are forked once it is computed.
     pub(crate) choices: Vec<Choice>,
     pub(crate) reused: Option<u32>,
@@ -170,7 +173,8 @@ impl Task {
 
     pub(crate) fn start_options(&self) -> StartOptions<'_> {
         let options = StartOptions::default().with_resumed(self.was_preempted);
-        options.with_salt(&self.salt).with_stops(&self.stops)
+        let options = options.with_salt(&self.salt).with_stops(&self.stops);
+        self.hint.map_or(options, |hint| options.with_hint(hint))
     }
 
     /// Returns the tokens of its first sequence before any fork.

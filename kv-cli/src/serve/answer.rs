@@ -93,6 +93,7 @@ impl Server {
                 stops,
                 samplers: samplers.collect(),
                 salt: wanted.salt.clone(),
+                hint: wanted.hint,
                 ignore_eos: wanted.ignore_eos,
             }
         };

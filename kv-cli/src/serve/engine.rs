@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use kv::engine::{
     Engine as Scheduler, EngineError, Event, Finish, OutputError, Request, RequestError, Sampler,
 };
+use kv::eviction::Return;
 use kv_events::Publisher;
 use kv_runner::Decoder;
 use tokio::sync::{mpsc, oneshot};
@@ -35,6 +36,8 @@ pub(super) struct Prompt {
     pub(super) samplers: Vec<Sampler>,
     /// Prompts share blocks only with those of an equal salt.
     pub(super) salt: Vec<u8>,
+    /// Whether and when the client expects to continue the text.
+    pub(super) hint: Option<Return>,
     /// Whether texts go on after an end-of-text token.
     pub(super) ignore_eos: bool,
 }
@@ -418,6 +421,7 @@ impl Worker<'_> {
         let request = Request {
             sampler: samplers.next().unwrap_or_else(Sampler::greedy),
             salt: prompt.salt,
+            hint: prompt.hint,
             stops: prompt.stops,
             ignore_stop: ignore_eos,
             ..Request::new(prompt.tokens, prompt.max_new_tokens)

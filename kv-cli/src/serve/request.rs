@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use kv::eviction::Return;
 use serde::Deserialize;
 
 use super::answer::Kind;
@@ -19,6 +20,7 @@ pub(super) const COMPLETION: &[&str] = &[
     "model",
     "n",
     "prompt",
+    "return",
     "seed",
     "skip_special_tokens",
     "stop",
@@ -36,6 +38,7 @@ pub(super) const CHAT: &[&str] = &[
     "messages",
     "model",
     "n",
+    "return",
     "seed",
     "skip_special_tokens",
     "stop",
@@ -63,6 +66,8 @@ pub(super) struct Wanted {
     /// Whether special tokens, such as an end of text with `ignore_eos`, are left out of texts.
     pub(super) skip_special: bool,
     pub(super) salt: Vec<u8>,
+    /// Whether and when the client expects to continue the text.
+    pub(super) hint: Option<Return>,
     /// `None`: as many as the kind of request has by default.
     pub(super) max_tokens: Option<Limit>,
 }
@@ -74,11 +79,13 @@ pub(super) struct Limit {
     pub(super) field: &'static str,
 }
 
-/// Most texts for one prompt, most stop strings, and most bytes of a stop string and of a salt.
+/// Most texts for one prompt, most stop strings, and most bytes of a stop string, of a salt and of
+/// a hint.
 const TEXTS_MAX: usize = 64;
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 512;
 const SALT_BYTES_MAX: usize = 1024;
+const HINT_BYTES_MAX: usize = 64;
 
 #[derive(Debug, Deserialize)]
 struct StreamOptions {
@@ -125,6 +132,7 @@ impl Wanted {
             ignore_eos: boolean("ignore_eos")?.unwrap_or(false),
             skip_special: boolean("skip_special_tokens")?.unwrap_or(false),
             salt: read_salt(fields)?,
+            hint: read_hint(fields)?,
             max_tokens: read_limit(fields, kind)?,
         })
     }
@@ -165,6 +173,12 @@ fn read_salt(fields: &Fields<'_>) -> Result<Vec<u8>, ApiError> {
     }
     check_length(fields, "cache_salt", &salt, SALT_BYTES_MAX)?;
     Ok(salt.into_owned().into_bytes())
+}
+
+fn read_hint(fields: &Fields<'_>) -> Result<Option<Return>, ApiError> {
+    let Some(hint) = fields.text("return")? else { return Ok(None) };
+    check_length(fields, "return", &hint, HINT_BYTES_MAX)?;
+    hint.parse().map(Some).map_err(|unknown| fields.wrong("return", unknown))
 }
 
 fn read_stop(fields: &Fields<'_>) -> Result<Arc<[String]>, ApiError> {
@@ -235,6 +249,7 @@ mod tests {
             "model": "m", "temperature": 0, "top_p": 0.5, "seed": -1, "stop": "x", "n": 3,
             "best_of": 3, "stream": true, "stream_options": {"include_usage": true, "more": 1},
             "ignore_eos": true, "skip_special_tokens": true, "cache_salt": "s", "max_tokens": 7,
+            "return": "within=2.5",
             "user": "u", "tools": [], "logit_bias": {}, "frequency_penalty": 0.0,
             "response_format": {"type": "text"},
         }))
@@ -251,6 +266,7 @@ mod tests {
             ignore_eos: true,
             skip_special: true,
             salt: b"s".to_vec(),
+            hint: Some(Return::Within(std::time::Duration::from_millis(2500))),
             max_tokens: Some(Limit { tokens: 7, field: "max_tokens" }),
         };
         assert_eq!(wanted, expected);
@@ -282,6 +298,12 @@ mod tests {
             (json!({"cache_salt": ""}), "cache_salt"),
             (json!({"cache_salt": 5}), "cache_salt"),
             (json!({"cache_salt": "a".repeat(SALT_BYTES_MAX + 1)}), "cache_salt"),
+            (json!({"return": "soon"}), "return"),
+            (json!({"return": ""}), "return"),
+            (json!({"return": 5}), "return"),
+            (json!({"return": {"within": 5}}), "return"),
+            (json!({"return": "within=-1"}), "return"),
+            (json!({"return": "within=".to_owned() + &"1".repeat(HINT_BYTES_MAX)}), "return"),
             (json!({"model": ["m"]}), "model"),
             (json!({"stream": "yes"}), "stream"),
             (json!({"stream_options": true}), "stream_options"),
@@ -311,6 +333,10 @@ mod tests {
             (json!({"seed": 1.5}), "seed: expected a whole number of 64 bits"),
             (json!({"max_tokens": {}}), "max_tokens: expected a whole number, at least 1"),
             (json!({"stream_options": {"include_usage": 5}}), "stream_options: expected an object"),
+            (
+                json!({"return": "soon"}),
+                "return: unknown return hint \"soon\", expected one of ended, idle, tool-call, within=",
+            ),
         ] {
             let error = refused(&value);
             let message = error["error"]["message"].as_str().expect("text");

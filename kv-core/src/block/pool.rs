@@ -312,12 +312,12 @@ impl BlockPool {
     }
 
     /// Records that a sequence without `block` has computed its content again: an idle block counts
-    /// as just released.
-    pub(crate) fn renew(&mut self, block: BlockId) {
+    /// as just released, with what the sequence says of its return so far.
+    pub(crate) fn renew(&mut self, block: BlockId, hint: Option<Return>) {
         self.note_duplicate(block);
         if self.is_idle(block) {
             self.policy.computed_again(block);
-            self.policy.hinted(block, None);
+            self.policy.hinted(block, hint);
             self.policy.idle(block);
         }
     }

@@ -21,7 +21,7 @@ fn offer(
     if let Offered::Known(known) = offered
         && known != block
     {
-        pool.renew(known);
+        pool.renew(known, None);
     }
     offered
 }

@@ -101,7 +101,7 @@ impl CacheState {
             }
             let block = group.entry(row, last);
             let priority = history.priority(map.tokens(last));
-            let has_priority = history.has_retention();
+            let (has_priority, hint) = (history.has_retention(), history.hint);
             let content = history.partial(group.chain, &map, (last, certain));
             let Some(content) = content else {
                 continue;
@@ -109,7 +109,7 @@ impl CacheState {
             match group.pool.offer(block, &content, (priority, Fill::Partial), ledger) {
                 Offered::New => group.drop_prefixes(block, ledger, unwiped),
                 Offered::Known(known) if known != block => {
-                    group.pool.renew(known);
+                    group.pool.renew(known, hint);
                     if has_priority {
                         group.pool.set_priority(known, priority, ledger);
                     }
@@ -175,7 +175,7 @@ impl Group {
                 // block that the demand of its step did not count.
                 let takes_one = self.pool.is_idle(known) && self.pool.holders(block) > 1;
                 let is_empty = if takes_one {
-                    self.pool.renew(known);
+                    self.pool.renew(known, history.hint);
                     false
                 } else {
                     self.replace(row, at, (block, known));

@@ -131,8 +131,7 @@ impl CacheState {
     pub(in crate::cache) fn release(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
         self.check_closed("release")?;
         let row = self.sequences.row(sequence)?;
-        let hint = self.sequences.history(row).0.hint;
-        self.end(sequence, row, hint);
+        self.end(sequence, row);
         Ok(())
     }
 
@@ -152,7 +151,8 @@ impl CacheState {
         self.check_closed("release")?;
         let row = self.sequences.row(sequence)?;
         // The hint is about the time after the sequence, which goes on.
-        self.end(sequence, row, None);
+        self.sequences.set_hint(row, None);
+        self.end(sequence, row);
         self.stats.preemptions += 1;
         Ok(())
     }
@@ -164,12 +164,13 @@ impl CacheState {
         ids.into_iter().try_for_each(|id| self.release(id))
     }
 
-    fn end(&mut self, sequence: SequenceId, row: u32, hint: Option<Return>) {
+    fn end(&mut self, sequence: SequenceId, row: u32) {
         self.publish_rest(row);
-        self.drop_row(sequence, row, hint);
+        self.drop_row(sequence, row);
     }
 
-    fn drop_row(&mut self, sequence: SequenceId, row: u32, hint: Option<Return>) {
+    fn drop_row(&mut self, sequence: SequenceId, row: u32) {
+        let hint = self.sequences.history(row).0.hint;
         self.drop_blocks(row, (0, 0), hint);
         self.clear_states(row);
         if let Some(stops) = self.stops.get_mut(to_usize(row)) {
@@ -185,7 +186,8 @@ impl CacheState {
     pub(super) fn unstart(&mut self, sequence: SequenceId) {
         let row = self.sequences.row(sequence);
         let row = row.invariant("a sequence of an open step ends with the step");
-        self.drop_row(sequence, row, None);
+        self.sequences.set_hint(row, None);
+        self.drop_row(sequence, row);
     }
 
     /// Records how many tokens of a committed sequence of `len` tokens are quantised, and releases

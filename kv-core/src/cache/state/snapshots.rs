@@ -348,13 +348,14 @@ impl CacheState {
         let names = self.names();
         let Self { states, sequences, ledger, .. } = self;
         let (_, history) = sequences.both_mut(row);
+        let hint = history.hint;
         let Some(content) = names.content(history, len) else {
             return;
         };
         for (group, (of, slot)) in states.iter_mut().zip(slots).enumerate() {
             let snapshots = of.snapshots.as_mut().invariant(TAKEN);
             if let Some(known) = snapshots.pool.find(&content) {
-                snapshots.pool.renew(known);
+                snapshots.pool.renew(known, hint);
             } else if let Some(block) = snapshots.take(ledger) {
                 taken.push(TakenSnapshot { group, slot: *slot, block, row, len });
             }

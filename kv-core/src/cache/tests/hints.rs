@@ -113,6 +113,24 @@ fn a_policy_hears_the_hint_before_each_block_is_idle() {
 }
 
 #[test]
+fn a_sequence_that_computes_a_content_again_decides_too() {
+    let mut of = Listened::new();
+    for (sequence, hint) in [(SEQ[0], Return::Idle), (SEQ[1], SOON)] {
+        of.cache.start(sequence, &PROMPT, StartOptions::default().with_hint(hint)).unwrap();
+    }
+    for sequence in [SEQ[0], SEQ[1]] {
+        let mut step = of.cache.begin_step(&[StepInput::tokens(sequence, &PROMPT)]).unwrap();
+        write_all(&mut step).unwrap();
+        step.commit().unwrap();
+    }
+    let first = of.end(SEQ[0]);
+    assert_eq!(first, told(&[2], Some(Return::Idle)), "the other has the full blocks too");
+    let [renewed, Idle(2), rest @ ..] = &of.end(SEQ[1])[..] else { panic!("the part is known") };
+    assert_eq!(*renewed, Hinted(2, Some(SOON)));
+    assert_eq!(rest, told(&[1, 0], Some(SOON)));
+}
+
+#[test]
 fn the_last_holder_of_a_block_decides() {
     let mut of = Listened::new();
     of.run(SEQ[0], &PROMPT, StartOptions::default().with_hint(Return::Ended));
