@@ -20,6 +20,7 @@ mod drafts;
 mod fair;
 mod faults;
 mod held;
+mod hints;
 mod random;
 mod reuse;
 mod search;
