@@ -21,6 +21,7 @@ pub(crate) const CASES: &[Case] = &[
     ("behaviour/a_server_that_is_told_to_end_lets_texts_end", drains),
     ("behaviour/a_restart_keeps_a_prefix_on_disk", restart_keeps),
     ("behaviour/salts_share_nothing", salts),
+    ("behaviour/hints_of_a_return_change_no_text", returns),
     ("behaviour/a_stop_string_frees_the_blocks", stop_string),
     ("behaviour/only_the_key_opens", key),
     ("behaviour/a_refusal_names_what_is_too_large", too_large),
@@ -250,6 +251,31 @@ fn salts() {
     let mut empty = greedy("x", 1);
     empty["cache_salt"] = "".into();
     assert_eq!(post(server.address(), COMPLETIONS, &empty).error(400)["param"], "cache_salt");
+    server.end();
+}
+
+fn returns() {
+    let server = Server::start(&[]);
+    let ask = |hint: Option<&str>| {
+        let mut body = greedy(&long_prompt(), 8);
+        body["return"] = hint.into();
+        text_of(&post(server.address(), COMPLETIONS, &body))
+    };
+    let text = ask(None);
+    for hint in ["ended", "idle", "tool-call", "within=0.5"] {
+        assert_eq!(ask(Some(hint)), text, "{hint}");
+    }
+    for wrong in ["later", "within=soon", ""] {
+        let mut body = greedy("x", 1);
+        body["return"] = wrong.into();
+        let error = post(server.address(), COMPLETIONS, &body).error(400);
+        assert_eq!(
+            (&error["param"], &error["type"]),
+            (&json!("return"), &json!("invalid_request_error"))
+        );
+        let message = error["message"].as_str().expect("a text");
+        assert!(message.contains("ended, idle, tool-call, within=SECONDS"), "{message}");
+    }
     server.end();
 }
 
