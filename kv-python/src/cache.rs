@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use kv::backend::Plane;
+use kv::eviction::Return;
 use kv::tier::session;
 use kv::{SequenceId, StartOptions, StepInput};
 use pyo3::exceptions::PyValueError;
@@ -130,6 +131,11 @@ fn options(salt: &[u8], adapter: Option<u64>) -> StartOptions<'_> {
         Some(adapter) => options.with_adapter(adapter),
         None => options,
     }
+}
+
+/// Parses what a caller expects after the end of a sequence.
+pub(crate) fn hint_of(text: &str) -> PyResult<Return> {
+    text.parse().map_err(|unknown| PyValueError::new_err(format!("hint={text:?}: {unknown}")))
 }
 
 #[pymethods]
@@ -260,10 +266,11 @@ impl Cache {
     /// Starts a sequence on a prompt and returns the number of its tokens that are cached already:
     /// steps compute the others. Prompts share blocks only with those of the same `salt` and
     /// `adapter`; `reserve` allocates slots for that many tokens at once. `stops` are lengths of
-    /// the prompt at which recurrent states are kept for other prompts: see `next_stop`.
+    /// the prompt at which recurrent states are kept for other prompts: see `next_stop`. `hint` is
+    /// what is expected after its end: see `hint`.
     #[pyo3(signature = (
         seq, tokens = None, *, salt = None, adapter = None, reserve = 0, reuse = true,
-        stops = None
+        stops = None, hint = None
     ))]
     fn start(
         &self,
@@ -275,13 +282,16 @@ impl Cache {
         reserve: u32,
         reuse: bool,
         stops: Option<Vec<u32>>,
+        hint: Option<&str>,
     ) -> PyResult<u32> {
         let (tokens, salt) = (tokens.unwrap_or_default(), bytes(salt.as_ref()));
+        let hint = hint.map(hint_of).transpose()?;
         let mut stops = stops.unwrap_or_default();
         stops.sort_unstable();
         self.locked(py, |guarded| {
             let options = options(salt, adapter).with_reserve(reserve).with_reuse(reuse);
             let options = options.with_stops(&stops);
+            let options = hint.map_or(options, |hint| options.with_hint(hint));
             match guarded.idle()? {
                 Memory::Device(cache) => Ok(cache.start(SequenceId(seq), &tokens, options)?),
                 Memory::Tiered(cache) => {
@@ -383,6 +393,15 @@ impl Cache {
     /// behind which they are kept.
     fn truncate(&self, py: Python<'_>, seq: u64, len: u32) -> PyResult<()> {
         self.locked(py, |guarded| Ok(guarded.idle()?.cache_mut().truncate(SequenceId(seq), len)?))
+    }
+
+    /// Says what is expected after the end of a sequence, for the order of eviction: `"ended"`,
+    /// `"idle"` (the user reads), `"tool-call"` or `"within=SECONDS"`; `None` takes it back. It pins
+    /// nothing, and the last word before the end counts.
+    #[pyo3(signature = (seq, hint))]
+    fn hint(&self, py: Python<'_>, seq: u64, hint: Option<&str>) -> PyResult<()> {
+        let hint = hint.map(hint_of).transpose()?;
+        self.locked(py, |guarded| Ok(guarded.idle()?.cache_mut().hint(SequenceId(seq), hint)?))
     }
 
     /// Ends a sequence. Its blocks stay reusable until others need them.

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyDict, PyList};
 
-use crate::cache::Cache;
+use crate::cache::{Cache, hint_of};
 use crate::report::{self, Failure};
 use crate::step::{ENDED, Step, numbers, words};
 use crate::tensor::Floats;
@@ -127,9 +127,10 @@ impl Engine {
     /// the probability are sampled from, with `seed`. `num_beams` above 1 searches instead. Prompts
     /// share blocks only with those of the same `salt`. `stops` are lengths of the prompt,
     /// ascending, at which recurrent states are kept for other prompts, beside the cache's own.
+    /// `hint` is what is expected after the end: see `Cache.hint`.
     #[pyo3(signature = (
         prompt, max_new_tokens, *, n = 1, temperature = 0.0, top_p = 1.0, seed = 0, num_beams = 1,
-        length_penalty = 1.0, salt = None, ignore_stop = false, stops = None
+        length_penalty = 1.0, salt = None, ignore_stop = false, stops = None, hint = None
     ))]
     fn submit(
         &self,
@@ -145,6 +146,7 @@ impl Engine {
         salt: Option<PyBackedBytes>,
         ignore_stop: bool,
         stops: Option<Vec<u32>>,
+        hint: Option<&str>,
     ) -> PyResult<Vec<usize>> {
         let refused = |text: String| Err(PyValueError::new_err(text));
         if n == 0 || num_beams == 0 {
@@ -166,6 +168,7 @@ impl Engine {
             salt: salt.map(|salt| salt.to_vec()).unwrap_or_default(),
             ignore_stop,
             stops: stops.unwrap_or_default(),
+            hint: hint.map(hint_of).transpose()?,
             ..Request::new(prompt, max_new_tokens)
         };
         let others: Vec<Sampler> = (1..n).map(sampler).collect();

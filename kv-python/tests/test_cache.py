@@ -101,6 +101,28 @@ class Steps(unittest.TestCase):
         self.assertEqual(of.start(3, system + [9], adapter=1), 0)
         self.assertEqual(of.start(4, system + [9], reuse=False), 0)
 
+    def test_hints_change_no_result(self):
+        hints = (None, "ended", "idle", "tool-call", "within=2.5")
+        texts = []
+        for hint in hints:
+            of, tokens = cache(), list(range(100, 120))
+            of.start(0, tokens, hint=hint)
+            run(of, 0, tokens, 0)
+            of.hint(0, "idle")
+            of.hint(0, hint)
+            of.release(0)
+            texts.append(of.start(1, tokens))
+        self.assertEqual(texts, [19] * len(hints))
+        for wrong in ("soon", "within=-1", ""):
+            with self.assertRaisesRegex(ValueError, "unknown return hint"):
+                of.start(2, [1], hint=wrong)
+            with self.assertRaisesRegex(ValueError, "ended, idle, tool-call, within=SECONDS"):
+                of.hint(1, wrong)
+        self.assertEqual(of.sequences(), [1])
+        with self.assertRaises(Exception) as unknown:
+            of.hint(7, "ended")
+        self.assertIn("7", str(unknown.exception))
+
     def test_batches_have_an_entry_for_each_input(self):
         of = cache()
         prompts = {0: [1, 2, 3, 4, 5], 1: [6, 7], 2: [8, 9, 10]}

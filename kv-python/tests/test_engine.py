@@ -111,6 +111,16 @@ class Texts(unittest.TestCase):
             run(of)
         self.assertEqual(of.cache.stats()["hit_tokens"], 16)
 
+    def test_hints_change_no_text(self):
+        of, texts = engine(), []
+        for hint in (None, "ended", "within=0.5"):
+            number = of.submit([1, 2, 3, 4, 5], 4, hint=hint)[0]
+            texts.append(run(of)[number]["tokens"])
+        self.assertEqual(texts, [texts[0]] * 3)
+        with self.assertRaisesRegex(ValueError, "unknown return hint"):
+            of.submit([1, 2], 4, hint="later")
+        self.assertFalse(of.has_work)
+
     def test_further_texts_share_the_prompt(self):
         of = engine()
         numbers = of.submit([1, 2, 3, 4, 5], 4, n=3, temperature=1.0, seed=7)

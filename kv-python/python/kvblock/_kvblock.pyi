@@ -114,6 +114,12 @@ class Cache:
     def head_dim(self, /) -> int: ...
     @property
     def head_dim_v(self, /) -> int: ...
+    def hint(self, /, seq: SupportsIndex, hint: str | None) -> None:
+        """
+        Says what is expected after the end of a sequence, for the order of eviction: `"ended"`,
+        `"idle"` (the user reads), `"tool-call"` or `"within=SECONDS"`; `None` takes it back. It pins
+        nothing, and the last word before the end counts.
+        """
     def keep_state(self, /, seq: SupportsIndex) -> None:
         """
         Keeps the recurrent states of a sequence as they are, for other prompts with its text, as
@@ -164,12 +170,13 @@ class Cache:
         """
         Lists all blocks that can be reused, with the number of the first event after them.
         """
-    def start(self, /, seq: SupportsIndex, tokens: SupportsGetItem[int, SupportsIndex] | None = None, *, salt: bytes | bytearray | None = None, adapter: SupportsIndex | None = None, reserve: SupportsIndex = 0, reuse: bool = True, stops: SupportsGetItem[int, SupportsIndex] | None = None) -> int:
+    def start(self, /, seq: SupportsIndex, tokens: SupportsGetItem[int, SupportsIndex] | None = None, *, salt: bytes | bytearray | None = None, adapter: SupportsIndex | None = None, reserve: SupportsIndex = 0, reuse: bool = True, stops: SupportsGetItem[int, SupportsIndex] | None = None, hint: str | None = None) -> int:
         """
         Starts a sequence on a prompt and returns the number of its tokens that are cached already:
         steps compute the others. Prompts share blocks only with those of the same `salt` and
         `adapter`; `reserve` allocates slots for that many tokens at once. `stops` are lengths of
-        the prompt at which recurrent states are kept for other prompts: see `next_stop`.
+        the prompt at which recurrent states are kept for other prompts: see `next_stop`. `hint` is
+        what is expected after its end: see `hint`.
         """
     def stats(self, /) -> dict:
         """
@@ -317,7 +324,7 @@ class Engine:
         Runs one step: begins it, calls `forward(batch)` for its logits, ends it, and returns what
         it gave; an empty list without work. An exception of `forward` rolls the step back.
         """
-    def submit(self, /, prompt: SupportsGetItem[int, SupportsIndex], max_new_tokens: SupportsIndex, *, n: SupportsIndex = 1, temperature: SupportsFloat | SupportsIndex = 0.0, top_p: SupportsFloat | SupportsIndex = 1.0, seed: SupportsIndex = 0, num_beams: SupportsIndex = 1, length_penalty: SupportsFloat | SupportsIndex = 1.0, salt: bytes | bytearray | None = None, ignore_stop: bool = False, stops: SupportsGetItem[int, SupportsIndex] | None = None) -> list[int]:
+    def submit(self, /, prompt: SupportsGetItem[int, SupportsIndex], max_new_tokens: SupportsIndex, *, n: SupportsIndex = 1, temperature: SupportsFloat | SupportsIndex = 0.0, top_p: SupportsFloat | SupportsIndex = 1.0, seed: SupportsIndex = 0, num_beams: SupportsIndex = 1, length_penalty: SupportsFloat | SupportsIndex = 1.0, salt: bytes | bytearray | None = None, ignore_stop: bool = False, stops: SupportsGetItem[int, SupportsIndex] | None = None, hint: str | None = None) -> list[int]:
         """
         Appends a request to the queue and returns the numbers of its texts: one, or `n` texts after
         one prompt, which is computed once.
@@ -326,6 +333,7 @@ class Engine:
         the probability are sampled from, with `seed`. `num_beams` above 1 searches instead. Prompts
         share blocks only with those of the same `salt`. `stops` are lengths of the prompt,
         ascending, at which recurrent states are kept for other prompts, beside the cache's own.
+        `hint` is what is expected after the end: see `Cache.hint`.
         """
 
 @final
