@@ -19,8 +19,8 @@ const SECONDS_MAX: Duration = Duration::from_secs(1_000_000_000);
 pub(crate) struct ReplayFleetArgs {
     /// Simulate a fleet of N instances of --capacity-blocks each, at most 100,000
     #[arg(long, value_name = "N", value_parser = at_least_1, conflicts_with_all = [
-        "tier", "write", "bandwidth", "latency", "bytes_per_token", "state_bytes", "snapshots",
-        "state_grid",
+        "hints", "tier", "write", "bandwidth", "latency", "bytes_per_token", "state_bytes",
+        "snapshots", "state_grid",
     ])]
     pub(crate) instances: Option<u32>,
 

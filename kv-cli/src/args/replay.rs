@@ -14,7 +14,9 @@ use kv::tier::{Bytes, BytesError, WritePolicy};
 use super::at_least_1;
 use super::fleet::{FleetArgsError, ReplayFleetArgs};
 use super::states::{MinOfStates, ReplayStateArgs};
-use crate::replay::{FleetOptions, Policy, Sizes, TierOption, TierOptions, TierSize, tier_name};
+use crate::replay::{
+    FleetOptions, HintSource, Policy, Sizes, TierOption, TierOptions, TierSize, tier_name,
+};
 
 /// Replay a request trace through the engine, the cache and its tiers, without a model.
 ///
@@ -35,6 +37,9 @@ use crate::replay::{FleetOptions, Policy, Sizes, TierOption, TierOptions, TierSi
 /// (by the caller's priorities, of which a trace has none) and default (lowest expected reuse
 /// first). And two limits: min evicts the block whose next use is the latest, by the rest of the
 /// trace; infinite evicts nothing, and its capacity is the number of blocks it used.
+///
+/// --hints tells the policy, when a request ends, whether and when its conversation goes on. Hints
+/// change the order of eviction alone, and policies that do not learn from them ignore them.
 ///
 /// --tier puts a lower tier below the cache, and the report says what requests load from it and
 /// what is written to it. With --prefill, a request loads what disk and store have if that is
@@ -96,6 +101,12 @@ pub(crate) struct ReplayArgs {
     /// lru, reuse-rate, infinite and min; with --tier: reuse-rate
     #[arg(long, value_name = "NAME")]
     pub(crate) policy: Vec<Policy>,
+
+    /// What requests say of the return of their conversation, as the field `return` of a JSON line
+    /// does: oracle (what the rest of the trace shows) or noisy=P (the same, and with probability P
+    /// what another request would say). Default: what the trace says
+    #[arg(long, value_name = "oracle|noisy=P")]
+    pub(crate) hints: Option<HintSource>,
 
     /// A tier below the cache: host, disk or store, and its size in blocks, or in bytes with a unit
     /// such as GB or GiB; once per tier

@@ -4,6 +4,7 @@
 #![warn(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 use std::num::NonZeroU32;
 
+use kv::eviction::Return;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
@@ -21,6 +22,9 @@ pub(super) struct Line {
     pub(super) output_length: u64,
     /// Each stands for everything up to the end of its tokens.
     pub(super) hash_ids: Vec<u64>,
+    /// What the caller said of the return of the conversation.
+    #[serde(rename = "return")]
+    hint: Option<String>,
 }
 
 /// Fields that only lines of Qwen's traces have.
@@ -39,6 +43,11 @@ pub(super) fn format_of(line: &[u8]) -> Format {
 }
 
 impl Line {
+    /// Returns what the caller said of the return of the conversation, `None` for nothing.
+    pub(super) fn hint(&self) -> Result<Option<Return>, TraceError> {
+        self.hint.as_deref().map(str::parse).transpose().map_err(TraceError::Hint)
+    }
+
     /// Returns the request's time: Mooncake's traces count milliseconds, Qwen's seconds.
     pub(super) fn seconds(&self, format: Format) -> f64 {
         if format == Format::Mooncake { self.timestamp / 1000.0 } else { self.timestamp }

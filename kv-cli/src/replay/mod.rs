@@ -4,8 +4,10 @@
 //! without memory. A trace's ids stand for tokens: each names a block and everything before it.
 mod csv;
 mod fleet;
+mod hints;
 mod json;
 mod min;
+mod mix;
 mod packed;
 mod policy;
 mod report;
@@ -21,6 +23,7 @@ use indicatif::ProgressBar;
 use kv::eviction::Eviction;
 
 pub(crate) use self::fleet::{FleetOptions, INSTANCES_MAX, Route};
+pub(crate) use self::hints::HintSource;
 pub(crate) use self::policy::Policy;
 pub(crate) use self::states::StateOptions;
 pub(crate) use self::tiers::{TierOption, TierOptions, TierSize, name as tier_name};
@@ -28,6 +31,7 @@ pub(crate) use self::trace::{Sizes, Trace};
 use crate::args::ReplayArgs;
 use crate::num::to_u64;
 use crate::{chart, output, progress};
+use hints::Hints;
 use policy::Case;
 use report::{Line, Report};
 use run::Tiers;
@@ -64,10 +68,12 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     };
     let total = to_u64(trace.requests().len() * runs.len());
     let bar = progress::requests(total);
-    let measured = runs.into_iter().map(|run| measure(&trace, run, grid, tiers, &bar));
+    let hints = Hints::new(&trace, args.hints);
+    let measured = runs.into_iter().map(|run| measure(&trace, run, grid, (tiers, &hints), &bar));
     let lines = measured.collect::<anyhow::Result<Vec<_>>>()?;
     bar.finish_and_clear();
-    let report = Report { name: args.trace.display().to_string(), trace: &trace, lines };
+    let name = args.trace.display().to_string();
+    let report = Report { name, trace: &trace, hints: hints.source(), lines };
     if args.json {
         output::json(&report.lines)?;
     } else {
@@ -156,15 +162,15 @@ fn measure(
     trace: &Arc<Trace>,
     (case, split): Run,
     grid: u32,
-    tiers: Option<Tiers<'_>>,
+    (tiers, hints): (Option<Tiers<'_>>, &Hints),
     bar: &ProgressBar,
 ) -> anyhow::Result<Line> {
     let advance = |requests| bar.inc(to_u64(requests));
     let outcome = match split {
-        None => run::replay(trace, case, tiers, advance)?,
-        Some(split) => states::replay(trace, case.0, (split, grid), advance)?,
+        None => run::replay(trace, case, (tiers, hints), advance)?,
+        Some(split) => states::replay(trace, case.0, (split, grid, hints), advance)?,
     };
-    Ok(Line::new(case, trace, outcome))
+    Ok(Line::new(case, trace, hints.source(), outcome))
 }
 
 #[cfg(test)]

@@ -29,6 +29,9 @@ pub(super) struct Line {
     pub(super) requests: u64,
     /// Requests that the engine refused: larger than the cache, or without a token.
     pub(super) refused_requests: u64,
+    /// Where the hints of a return come from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) hints: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) tiers: Option<TierReport>,
     /// Pools of a cache with states; `None` for rows alone.
@@ -40,7 +43,12 @@ pub(super) struct Line {
 }
 
 impl Line {
-    pub(super) fn new((policy, capacity): Case, trace: &Trace, outcome: Outcome) -> Self {
+    pub(super) fn new(
+        (policy, capacity): Case,
+        trace: &Trace,
+        hints: Option<&str>,
+        outcome: Outcome,
+    ) -> Self {
         let Outcome { hit_tokens, evictions, peak_blocks, refused_requests, .. } = outcome;
         let Outcome { elapsed, tiers, states, .. } = outcome;
         let (requests, total_tokens) = (to_u64(trace.requests().len()), trace.total_tokens);
@@ -57,6 +65,7 @@ impl Line {
             peak_blocks,
             requests,
             refused_requests,
+            hints: hints.map(str::to_owned),
             tiers,
             states,
             is_unlimited: capacity.is_none(),
@@ -68,15 +77,19 @@ impl Line {
 pub(super) struct Report<'r> {
     pub(super) name: String,
     pub(super) trace: &'r Trace,
+    /// Where the hints of a return come from.
+    pub(super) hints: Option<&'r str>,
     pub(super) lines: Vec<Line>,
 }
 
 impl Report<'_> {
     pub(super) fn show(&self) -> String {
-        let Self { name, trace, .. } = self;
+        let Self { name, trace, hints, .. } = self;
+        let hints = hints.map(|source| format!("Hints of a return: {source}\n"));
         format!(
-            "{}{}{}",
+            "{}{}{}{}",
             heading(name, trace),
+            hints.unwrap_or_default(),
             output::table(&self.table()),
             self.lines.iter().map(show_tiers).collect::<String>(),
         )
@@ -257,6 +270,7 @@ mod tests {
             peak_blocks: 0,
             requests: 0,
             refused_requests: 0,
+            hints: None,
             tiers: None,
             states: None,
         }

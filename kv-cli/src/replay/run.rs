@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use kv::backend::NullBackend;
 use kv::engine::{Chosen, Engine, Limits, Request as Prompt, RequestError};
-use kv::eviction::{Clock, ManualClock};
+use kv::eviction::{Clock, EvictionPolicy, ManualClock};
 use kv::{CacheSpec, GroupId, KvCache, Stats};
 
+use super::hints::Hints;
 use super::min::Min;
 use super::policy::{Case, Policy};
 use super::states::StateLine;
@@ -63,6 +64,7 @@ struct Replay<'t> {
     clock: Arc<ManualClock>,
     position: Position,
     tiers: Option<TierReplay<'t>>,
+    hints: &'t Hints,
     /// Numbers of the blocks of the current request.
     numbers: Vec<u32>,
     refused_requests: u64,
@@ -73,10 +75,25 @@ struct Replay<'t> {
 pub(super) fn replay(
     trace: &Arc<Trace>,
     case: Case,
-    tiers: Option<Tiers<'_>>,
+    with: (Option<Tiers<'_>>, &Hints),
     advance: impl Fn(usize),
 ) -> anyhow::Result<Outcome> {
-    let mut replay = Replay::new(trace, case, tiers).context("the replayed cache")?;
+    let own = |num_blocks, position: &Position| -> Option<Box<dyn EvictionPolicy>> {
+        let is_min = case.0 == Policy::Min;
+        is_min.then(|| Box::new(Min::new(Arc::clone(trace), num_blocks, position.clone())) as _)
+    };
+    replay_by(trace, case, with, own, advance)
+}
+
+/// Does what [`replay`] does with the policy that `own` makes, if any, in place of the cache's.
+pub(super) fn replay_by(
+    trace: &Arc<Trace>,
+    case: Case,
+    with: (Option<Tiers<'_>>, &Hints),
+    own: impl FnOnce(u32, &Position) -> Option<Box<dyn EvictionPolicy>>,
+    advance: impl Fn(usize),
+) -> anyhow::Result<Outcome> {
+    let mut replay = Replay::new(trace, case, with, own).context("the replayed cache")?;
     let start = Instant::now();
     for (number, requests) in trace.requests().chunks(REPORT_EVERY).enumerate() {
         for (index, request) in requests.iter().enumerate() {
@@ -91,7 +108,8 @@ impl<'t> Replay<'t> {
     fn new(
         trace: &'t Arc<Trace>,
         (policy, capacity): Case,
-        tiers: Option<Tiers<'t>>,
+        (tiers, hints): (Option<Tiers<'t>>, &'t Hints),
+        own: impl FnOnce(u32, &Position) -> Option<Box<dyn EvictionPolicy>>,
     ) -> anyhow::Result<Self> {
         // Everything that is ever cached, and what one request takes before its blocks turn out to
         // be known: more blocks would stay empty.
@@ -103,9 +121,8 @@ impl<'t> Replay<'t> {
         let changes = if tiers.is_some() { 2 * to_usize(num_blocks) } else { 0 };
         let mut cache = KvCache::new(NullBackend::new(), spec.changes(changes).build()?)?;
         let position = Position::default();
-        if policy == Policy::Min {
-            let min = Min::new(Arc::clone(trace), num_blocks, position.clone());
-            assert!(cache.set_policy(GroupId(0), Box::new(min)), "nothing is cached yet");
+        if let Some(own) = own(num_blocks, &position) {
+            assert!(cache.set_policy(GroupId(0), own), "nothing is cached yet");
         }
         let limits = Limits { max_step_tokens: INPUT_TOKENS_MAX, ..Limits::new(u32::MAX) };
         let (engine, tiers) = match tiers {
@@ -122,6 +139,7 @@ impl<'t> Replay<'t> {
             clock,
             position,
             tiers,
+            hints,
             numbers: Vec::new(),
             refused_requests: 0,
             peak_blocks: 0,
@@ -134,7 +152,8 @@ impl<'t> Replay<'t> {
         let late = self.trace.arrives(index).saturating_sub(self.clock.now());
         self.clock.advance(late);
         let prompt = prompt(self.trace, request, &mut self.numbers);
-        match self.engine.submit(Prompt::new(prompt, 1)) {
+        let hint = self.hints.of(index);
+        match self.engine.submit(Prompt { hint, ..Prompt::new(prompt, 1) }) {
             Ok(_) => {}
             Err(RequestError::DoesNotFit { .. } | RequestError::EmptyPrompt { .. }) => {
                 self.refused_requests += 1;

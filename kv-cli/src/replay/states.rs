@@ -10,10 +10,12 @@ use std::time::Instant;
 use anyhow::Context;
 use kv::backend::NullBackend;
 use kv::block::BlockPool;
+use kv::eviction::Return;
 use kv::spec::StateFormat;
 use kv::{CacheError, CacheSpec, DType, GroupId, KvCache, SequenceId, StartOptions, StepInput};
 use serde::Serialize;
 
+use super::hints::Hints;
 use super::policy::Policy;
 use super::run::{Outcome, REPORT_EVERY, prompt};
 use super::trace::{Request, Trace};
@@ -140,14 +142,14 @@ struct Replay<'t> {
 pub(super) fn replay(
     trace: &Arc<Trace>,
     policy: Policy,
-    (split, grid): (Split, u32),
+    (split, grid, hints): (Split, u32, &Hints),
     advance: impl Fn(usize),
 ) -> anyhow::Result<Outcome> {
     let mut replay = Replay::new(trace, policy, (split, grid)).context("the replayed cache")?;
     let start = Instant::now();
-    for requests in trace.requests().chunks(REPORT_EVERY) {
-        for request in requests {
-            replay.request(request)?;
+    for (number, requests) in trace.requests().chunks(REPORT_EVERY).enumerate() {
+        for (index, request) in requests.iter().enumerate() {
+            replay.request(request, hints.of(number * REPORT_EVERY + index))?;
         }
         advance(requests.len());
     }
@@ -185,7 +187,7 @@ impl<'t> Replay<'t> {
     }
 
     /// Runs one request to its end.
-    fn request(&mut self, request: &Request) -> anyhow::Result<()> {
+    fn request(&mut self, request: &Request, hint: Option<Return>) -> anyhow::Result<()> {
         let tokens = request.tokens;
         if tokens == 0 || tokens > self.cache.state().spec().max_seq_len() {
             self.refused_requests += 1;
@@ -203,6 +205,7 @@ impl<'t> Replay<'t> {
             step.commit()?;
             len = end;
         }
+        self.cache.hint(SEQUENCE, hint)?;
         self.cache.release(SEQUENCE)?;
         let cached = |group| self.cache.state().pool(group).map_or(0, BlockPool::num_idle);
         self.peak_blocks = self.peak_blocks.max(cached(BLOCKS));

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use kv::eviction::Eviction;
 
+use super::hints::Hints;
 use super::policy::Policy;
 use super::run::{Outcome, replay};
 use super::source::tests::lines;
@@ -32,11 +33,13 @@ pub(super) fn small(block_size: u32) -> Arc<Trace> {
 }
 
 fn outcome(trace: &Arc<Trace>, policy: Policy, capacity: u32) -> Outcome {
-    replay(trace, (policy, Some(capacity)), None, |_| {}).expect("a replay")
+    let with = (None, &Hints::default());
+    replay(trace, (policy, Some(capacity)), with, |_| {}).expect("a replay")
 }
 
 fn infinite(trace: &Arc<Trace>) -> Outcome {
-    replay(trace, (Policy::Infinite, None), None, |_| {}).expect("a replay")
+    let with = (None, &Hints::default());
+    replay(trace, (Policy::Infinite, None), with, |_| {}).expect("a replay")
 }
 
 fn hits_and_evictions(trace: &Arc<Trace>, policy: Policy, capacity: u32) -> (u64, u64) {

@@ -8,6 +8,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context;
+use kv::error::UnknownName;
+use kv::eviction::Return;
 
 use super::csv::{self, Columns};
 use super::json;
@@ -76,6 +78,8 @@ pub(super) enum TraceError {
     Json { format: Format, error: serde_json::Error },
     #[error("{field} is {got}, at least 0 is needed")]
     Negative { field: &'static str, got: f64 },
+    #[error("return: {0}")]
+    Hint(UnknownName),
     #[error("the header is {got:?}, expected {} or {}", csv::AZURE, csv::BURST_GPT)]
     Header { got: String },
     #[error("{got} fields, expected the {expected} of {header}")]
@@ -175,6 +179,8 @@ pub(crate) struct Trace {
     requests: Vec<Request>,
     /// One for each request.
     arrivals: Vec<Arrival>,
+    /// What each request says of the return of its conversation.
+    hints: Vec<Option<Return>>,
     names: Names,
     total_blocks: u64,
     /// Tokens per id, if there are ids.
@@ -241,6 +247,7 @@ impl Trace {
                     let line = json::parse(format, lines.text())?;
                     trace.push(line.input_length, Some(&line.hash_ids))?;
                     trace.note_arrival(line.seconds(format), line.output_length);
+                    trace.hints.push(line.hint()?);
                 }
                 Some(columns) => {
                     let row = columns.parse(lines.text())?;
@@ -290,6 +297,7 @@ impl Trace {
             total_tokens: 0,
             requests: Vec::new(),
             arrivals: Vec::new(),
+            hints: Vec::new(),
             names,
             total_blocks: 0,
             id_tokens,
@@ -349,6 +357,17 @@ impl Trace {
         let times = || self.arrivals.iter().map(|arrival| arrival.seconds);
         let (first, last) = (times().reduce(f64::min)?, times().reduce(f64::max)?);
         Duration::try_from_secs_f64(last - first).ok().filter(|span| !span.is_zero())
+    }
+
+    /// Returns what each request says of the return of its conversation, in the order of
+    /// [`Self::requests`]; nothing for traces that cannot say it.
+    pub(super) fn hints(&self) -> &[Option<Return>] {
+        &self.hints
+    }
+
+    /// Returns whether the last id of a request stands for as many tokens as the others.
+    pub(super) fn ends_whole(&self, request: &Request) -> bool {
+        request.tokens.checked_rem(self.named_tokens()) == Some(0)
     }
 
     pub(crate) fn requests(&self) -> &[Request] {

@@ -10,6 +10,7 @@ use super::events::Event;
 use super::index::{Found, Index};
 use super::workload::Block;
 use crate::num::{to_u32, to_u64, to_usize};
+use crate::replay::mix::mix;
 
 /// A value of `--route`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -153,14 +154,6 @@ impl Router {
         let (_, instance) = self.ring.get(place).or(self.ring.first())?;
         Some(to_usize(*instance))
     }
-}
-
-/// Mixes the bits of a number (the finalizer of SplitMix64): the same on every machine.
-fn mix(n: u64) -> u64 {
-    let n = n.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let n = (n ^ (n >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let n = (n ^ (n >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    n ^ (n >> 31)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::time::Duration;
 use kv::eviction::Eviction;
 
 use super::*;
+use crate::replay::hints::Hints;
 use crate::replay::policy::Policy;
 use crate::replay::source::tests::lines;
 use crate::replay::tests::{Random, small, trace_of};
@@ -44,7 +45,8 @@ fn milliseconds(outcome: &Outcome) -> Vec<u128> {
 /// Compares one instance with the engine, its cache and its policy.
 fn agrees(trace: &Arc<Trace>, capacity: u32) {
     let case = (Policy::Real(Eviction::Lru), Some(capacity));
-    let engine = crate::replay::run::replay(trace, case, None, |_| {}).expect("a replay");
+    let engine = crate::replay::run::replay(trace, case, (None, &Hints::default()), |_| {})
+        .expect("a replay");
     for route in Route::ALL {
         let fleet = outcome(trace, &options(1, route), capacity);
         assert_eq!(

@@ -5,6 +5,7 @@ use kv::eviction::Eviction;
 use kv::tier::WritePolicy;
 
 use super::*;
+use crate::replay::hints::Hints;
 use crate::replay::policy::Policy;
 use crate::replay::run::replay;
 use crate::replay::tests::small;
@@ -29,7 +30,8 @@ fn report(options: &TierOptions) -> TierReport {
     let trace: Arc<Trace> = small(512);
     let capacities = options.capacities(&trace).expect("large enough");
     let case = (Policy::Real(Eviction::Lru), Some(4));
-    let outcome = replay(&trace, case, Some((options, &capacities)), |_| {}).expect("a replay");
+    let outcome = replay(&trace, case, (Some((options, &capacities)), &Hints::default()), |_| {})
+        .expect("a replay");
     let report = outcome.tiers.expect("tiers");
     assert_eq!(outcome.hit_tokens, report.device_hit_tokens);
     report
