@@ -396,8 +396,8 @@ impl Cache {
     }
 
     /// Says what is expected after the end of a sequence, for the order of eviction: `"ended"`,
-    /// `"idle"` (the user reads), `"tool-call"` or `"within=SECONDS"`; `None` takes it back. It pins
-    /// nothing, and the last word before the end counts.
+    /// `"idle"` (the user reads), `"tool-call"` or `"within=SECONDS"`; `None` takes it back. It
+    /// pins nothing, and the last word before the end counts.
     #[pyo3(signature = (seq, hint))]
     fn hint(&self, py: Python<'_>, seq: u64, hint: Option<&str>) -> PyResult<()> {
         let hint = hint.map(hint_of).transpose()?;

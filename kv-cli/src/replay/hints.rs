@@ -99,9 +99,10 @@ impl Hints {
 /// Returns what a caller would say who knows the rest of the trace: [`Return::Ended`], or the time
 /// until the first request that continues the conversation.
 ///
-/// A request continues an earlier one if it asks for the last whole id of it, which no two different
-/// whole ids have followed up to then, or for its very last id. The last id of a request that stands
-/// for fewer tokens than others is not whole: with the tokens of the next turn it is another one.
+/// A request continues an earlier one if it asks for the last whole id of it, which no two
+/// different whole ids have followed up to then, or for its very last id. The last id of a request
+/// that stands for fewer tokens than others is not whole: with the tokens of the next turn it is
+/// another one.
 fn oracle(trace: &Trace) -> Vec<Return> {
     let since = shared_since(trace);
     let mut next = vec![None; since.len()];

@@ -79,8 +79,10 @@ pub(super) fn replay(
     advance: impl Fn(usize),
 ) -> anyhow::Result<Outcome> {
     let own = |num_blocks, position: &Position| -> Option<Box<dyn EvictionPolicy>> {
-        let is_min = case.0 == Policy::Min;
-        is_min.then(|| Box::new(Min::new(Arc::clone(trace), num_blocks, position.clone())) as _)
+        if case.0 != Policy::Min {
+            return None;
+        }
+        Some(Box::new(Min::new(Arc::clone(trace), num_blocks, position.clone())))
     };
     replay_by(trace, case, with, own, advance)
 }

@@ -166,6 +166,53 @@ fn a_table_and_a_plot_are_for_people() {
 }
 
 #[test]
+fn hints_are_part_of_the_report() {
+    let (trace, dir) = (data("replay.jsonl"), TempDir::new().expect("a directory"));
+    let sized = ["--policy", "lru", "--policy", "reuse-rate", "--policy", "min"];
+    let sized = [&sized[..], &["--policy", "infinite", "--capacity-blocks", "4"]].concat();
+    let plain = replay(&[&[trace.as_str()], &sized[..]].concat());
+    let with = |trace: &str, more: &[&str]| {
+        let output = kv(&[&["replay", "--json", trace], &sized[..], more].concat());
+        assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{more:?}");
+        let list: Value = serde_json::from_str(&output.stdout).expect("JSON");
+        list.as_array().expect("a list").clone()
+    };
+    for source in ["oracle", "noisy=0.5"] {
+        let lines = with(&trace, &["--hints", source]);
+        assert_eq!(lines.len(), plain.len());
+        for (line, without) in lines.iter().zip(&plain) {
+            assert_eq!((&line["hints"], &without["hints"]), (&json!(source), &Value::Null));
+            assert_eq!(line["total_tokens"], without["total_tokens"]);
+            // A policy that learns from hints may evict others.
+            if line["policy"] != "reuse-rate" {
+                assert_eq!(figures(line), figures(without), "{source}");
+            }
+        }
+    }
+    let [plain, tiers] = [&[][..], &["--hints", "oracle"]]
+        .map(|hints| with(&trace, &[&["--tier", "host=3"], hints].concat()).swap_remove(0));
+    assert_eq!((&tiers["hints"], &tiers["policy"]), (&json!("oracle"), &json!("lru")));
+    assert_eq!(tiers["tiers"], plain["tiers"]);
+    assert!(number(&tiers["tiers"], "hit_tokens") > number(&tiers, "hit_tokens"), "{tiers}");
+    let states =
+        on_grid(&trace, &["--policy", "lru", "--capacity-blocks", "9", "--hints", "oracle"]);
+    assert!(states.len() > 1 && states.iter().all(|line| line["hints"] == "oracle"), "{states:?}");
+    // What the trace says itself, unless others are asked for.
+    let text = fs::read_to_string(&trace).expect("the trace");
+    let own = text.replace("\"hash_ids\"", "\"return\": \"tool-call\", \"hash_ids\"");
+    let own = file(&dir, "own.jsonl", own);
+    assert_eq!(with(&own, &[])[0]["hints"], "trace");
+    assert_eq!(with(&own, &["--hints", "oracle"])[0]["hints"], "oracle");
+    let output = kv(&["replay", &own, "--policy", "lru"]);
+    assert_eq!(output.stdout.lines().nth(1), Some("Hints of a return: trace"));
+    let wrong =
+        file(&dir, "wrong.jsonl", text.replace("\"hash_ids\"", "\"return\": \"x\", \"hash_ids\""));
+    fails(&["replay", &wrong], 1, "line 1: return: unknown return hint \"x\"");
+    fails(&["replay", &trace, "--hints", "noisy=2"], 2, "a share from 0 to 1");
+    fails(&["replay", &trace, "--hints", "oracle", "--instances", "2"], 2, "cannot be used with");
+}
+
+#[test]
 fn tiers_are_sized_from_a_trace() {
     let (trace, dir) = (data("replay.jsonl"), TempDir::new().expect("a directory"));
     let plot = dir.path().join("tiers.svg");

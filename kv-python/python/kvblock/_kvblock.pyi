@@ -117,8 +117,8 @@ class Cache:
     def hint(self, /, seq: SupportsIndex, hint: str | None) -> None:
         """
         Says what is expected after the end of a sequence, for the order of eviction: `"ended"`,
-        `"idle"` (the user reads), `"tool-call"` or `"within=SECONDS"`; `None` takes it back. It pins
-        nothing, and the last word before the end counts.
+        `"idle"` (the user reads), `"tool-call"` or `"within=SECONDS"`; `None` takes it back. It
+        pins nothing, and the last word before the end counts.
         """
     def keep_state(self, /, seq: SupportsIndex) -> None:
         """

@@ -90,6 +90,28 @@ fn contradictions_are_refused() {
 }
 
 #[test]
+fn hints_are_of_the_oracle_or_noisy() {
+    let hints = |value: &str| {
+        let args = ["kv", "replay", "trace.jsonl", "--tier", "host=7", "--hints", value];
+        let cli = Cli::try_parse_from(args).and_then(Cli::checked);
+        match cli.map_err(|error| error.to_string())?.command {
+            Command::Replay(args) => Ok(args.hints),
+            other => Err(format!("{other:?}")),
+        }
+    };
+    assert_eq!(hints("oracle"), Ok(Some(HintSource::Oracle)));
+    assert_eq!(hints("noisy=0.2"), Ok(Some(HintSource::Noisy(0.2))));
+    for (value, words) in [
+        ("noisy=1.5", "noisy=1.5: a share from 0 to 1 is needed"),
+        ("noisy=-0.5", "noisy=-0.5: a share from 0 to 1 is needed"),
+        ("none", "unknown source of hints \"none\", expected one of oracle, noisy=SHARE"),
+    ] {
+        let error = hints(value).expect_err(value);
+        assert!(error.contains(words), "{value}: {error}");
+    }
+}
+
+#[test]
 fn a_fleet_has_defaults() {
     let options = |args| fleet(args).expect("a fleet").expect("instances");
     let default = options(&["--instances", "3"]);
@@ -110,6 +132,7 @@ fn a_fleet_has_defaults() {
 #[test]
 fn a_fleet_has_no_options_of_one_cache() {
     for (option, value) in [
+        ("--hints", "oracle"),
         ("--tier", "host=7"),
         ("--write", "publish"),
         ("--bandwidth", "1GB/s"),
