@@ -116,7 +116,8 @@ impl Eviction {
     pub const ALL: [Self; 4] = [Self::Lru, Self::Lfu, Self::Priority, Self::ReuseRate];
 
     /// Returns the policy of snapshots of recurrent states beside blocks with this one.
-    pub(crate) fn of_snapshots(self) -> Self {
+    #[must_use]
+    pub fn of_snapshots(self) -> Self {
         match self {
             // A text has few snapshots, of which rates say little: a public trace of chats hits
             // .224 with rates, and .287 with the least recent first.

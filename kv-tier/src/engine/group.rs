@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kv_core::backend::{Backend, ChunkShape, HostPool};
+use kv_core::eviction::{Clock, SystemClock};
 use kv_core::invariant::Invariant;
 use kv_core::num::{to_u32, to_u64, to_usize};
 use kv_core::spec::GroupSpec;
@@ -120,6 +121,7 @@ pub(super) fn groups<B: Backend>(
     });
     let specs = specs.collect::<Result<Vec<_>, _>>()?;
     let chunks = divide(&specs, (options.host_bytes, cache.state().spec()))?;
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
     let make = |(spec, chunks): (ChunkSpec, u32)| {
         let storage = cache.storage(spec.group()).ok_or(TierError::NoReuse)?;
         let shape = ChunkShape { blocks: spec.blocks(), header_bytes: to_u32(spec.header_bytes()) };
@@ -129,12 +131,15 @@ pub(super) fn groups<B: Backend>(
         let num_blocks = of.map_or(0, GroupSpec::num_blocks);
         let copying_max = options.in_flight_bytes.checked_div(to_u64(spec.chunk_bytes()));
         let copying_max = copying_max.and_then(|max| usize::try_from(max).ok()).unwrap_or(1);
+        // As on the device.
+        let eviction = cache.state().spec().eviction();
+        let eviction = if spec.is_of_states() { eviction.of_snapshots() } else { eviction };
         Ok(GroupTier {
             spec,
             pool,
             capacity: to_usize(chunks),
             links: Links::new(num_blocks),
-            host: HostIndex::default(),
+            host: HostIndex::new(chunks, eviction.policy(chunks, &clock)),
             waiting: Waiting::default(),
             copying: Vec::new(),
             copying_max: copying_max.max(1),

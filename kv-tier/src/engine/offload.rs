@@ -176,12 +176,14 @@ impl<B: Backend> Tiers<B> {
         if of.is_leaving() {
             return None;
         }
-        let (is_flushing, stores) = (self.is_flushing, &self.stores);
-        let may_go = |entry: &Entry<_>| {
-            let is_unused = Arc::strong_count(entry.chunk.get_ref()) == 1;
-            is_unused && !(is_flushing && Self::must_stay(stores, &entry.record))
+        let is_unused = |entry: &Entry<_>| Arc::strong_count(entry.chunk.get_ref()) == 1;
+        let stores = &self.stores;
+        let entry = if self.is_flushing {
+            let must_stay = |entry: &Entry<_>| Self::must_stay(stores, &entry.record);
+            of.host.remove_any(|entry| is_unused(entry) && !must_stay(entry))?
+        } else {
+            of.host.evict(is_unused)?
         };
-        let entry = of.host.evict(may_go)?;
         self.stats.host_evictions += 1;
         self.announcements.lacks(Tier::Host, &entry.record.name, HOST);
         self.write_left(&entry);

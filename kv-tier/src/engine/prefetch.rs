@@ -114,6 +114,7 @@ impl<B: Backend> Tiers<B> {
         let began = Instant::now();
         self.stats.prefetches += 1;
         let id = self.stats.prefetches;
+        self.groups.iter_mut().for_each(|of| of.host.begin_request());
         let probe = cache.state().probe_keys(prompt, options);
         let chains = self.chains(cache, &probe);
         let search = StateSearch::new(cache, &probe, (options.stops(), self.state_lookups()));

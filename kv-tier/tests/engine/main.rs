@@ -12,6 +12,7 @@
 mod basic;
 mod crash;
 mod events;
+mod eviction;
 mod failures;
 mod flush;
 mod forget;
