@@ -131,35 +131,46 @@ impl Lists {
     }
 }
 
-/// A set of small numbers that finds its least member in words of 64 bits.
+/// A set of small numbers that finds its least member, by a summary of its words of 64 bits.
 #[derive(Debug, Clone)]
 pub(super) struct BitSet {
     words: Vec<u64>,
+    /// Words that are not 0.
+    summary: Vec<u64>,
 }
 
 impl BitSet {
     /// Creates the set for members `0..len`.
     pub(super) fn new(len: u32) -> Self {
-        Self { words: vec![0; to_usize(len.div_ceil(64))] }
+        let words = |len: u32| vec![0; to_usize(len.div_ceil(64))];
+        Self { words: words(len), summary: words(len.div_ceil(64)) }
     }
 
     /// Inserts or removes a number.
     pub(super) fn set(&mut self, member: u32, is_in: bool) {
-        let word = &mut self.words[to_usize(member / 64)];
-        let bit = 1_u64 << (member % 64);
-        *word = if is_in { *word | bit } else { *word & !bit };
+        let is_filled = set_bit(&mut self.words, member, is_in);
+        set_bit(&mut self.summary, member / 64, is_filled);
     }
 
     /// Returns the least member.
     pub(super) fn first(&self) -> Option<u32> {
-        let (at, word) = self.words.iter().enumerate().find(|(_, word)| **word != 0)?;
-        Some(to_u32(at) * 64 + word.trailing_zeros())
+        let word = first_bit(&self.summary, 0)?;
+        first_bit(&self.words, to_usize(word))
     }
+}
 
-    /// Removes every member.
-    pub(super) fn clear(&mut self) {
-        self.words.fill(0);
-    }
+/// Sets a bit; returns whether its word is not 0 then.
+fn set_bit(words: &mut [u64], at: u32, is_set: bool) -> bool {
+    let word = &mut words[to_usize(at / 64)];
+    let bit = 1_u64 << (at % 64);
+    *word = if is_set { *word | bit } else { *word & !bit };
+    *word > 0
+}
+
+/// Returns the first bit that is set, from a word on.
+fn first_bit(words: &[u64], from: usize) -> Option<u32> {
+    let (at, word) = words.iter().enumerate().skip(from).find(|(_, word)| **word != 0)?;
+    Some(to_u32(at) * 64 + word.trailing_zeros())
 }
 
 /// A queue of buckets: the least bucket first, in order of arrival inside a bucket.

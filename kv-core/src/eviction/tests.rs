@@ -363,7 +363,7 @@ fn the_default_takes_at_most_half_as_much_memory_again_as_lru() {
     let index = crate::reuse::PrefixIndex::new(num_blocks, 16).host_bytes() + counts_and_free;
     // The documented bytes of the policy alone, the classes of 1,000 requests included.
     let per_block = default.host_bytes() / to_usize(num_blocks);
-    assert_eq!(per_block, 93, "{} bytes for {num_blocks} blocks", default.host_bytes());
+    assert_eq!(per_block, 94, "{} bytes for {num_blocks} blocks", default.host_bytes());
     let [lru, default] = [lru.host_bytes(), default.host_bytes()].map(|policy| index + policy);
     assert!(2 * default <= 3 * lru, "{default} bytes, {lru} with LRU");
 }

@@ -1,364 +1,211 @@
 //! Statistics of contents, kept for some time after their eviction.
 //!
-//! They cost host memory, for five contents per block. So contents are numbered, blocks first and
-//! then evicted ones, and each field is an array of the narrowest possible type.
-use crate::eviction::reuse_rate::rates;
+//! They cost host memory, for five contents per block. So contents have numbered slots, one for each
+//! block and then a ring of evicted ones, and each field is an array of the narrowest possible type.
+use crate::eviction::reuse_rate::rates::CELLS_MAX;
 #[cfg(test)]
 use crate::num::list_bytes;
-use crate::num::{to_u32, to_usize};
+use crate::num::{to_u32, to_u64, to_usize};
 use crate::reuse::BlockKey;
 
-/// Evicted contents remembered per block of the pool.
+/// Evicted contents remembered per block of the pool, and at least.
 const GONE_PER_BLOCK: u32 = 4;
+const GONE_MIN: u32 = 32_768;
 
-/// A content in no chain.
+/// No slot, or the end of a chain.
 const NONE: u32 = u32::MAX;
+/// The next slot of one in no chain.
+const UNLINKED: u32 = u32::MAX - 1;
 
-/// The class of content in use, which does not age.
-const IN_USE: u8 = u8::MAX;
+/// Bits of a request's number that are kept: of content older than that, the age is wrong.
+const SINCE_BITS: u32 = 20;
+pub(super) const SINCE_MASK: u32 = (1 << SINCE_BITS) - 1;
 
-/// Marks the end of a chain, which names its bucket.
-const END: u32 = 1 << 31;
-
-/// Statistics of the content of one block.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Held {
-    /// The low half of the content's key, and of the one before it; 0 for none. A collision makes
-    /// an estimate worse, nothing else.
-    pub(super) key: u32,
-    pub(super) parent: u32,
-    /// The request after which it became idle.
-    pub(super) since: u32,
-    /// The class in which the content is counted, and the one by which it is ranked, while idle.
-    class: u8,
-    pub(super) rank: u8,
-    pub(super) uses: u8,
-    /// Times that a longer prompt continued one that ended here or before; 0 for a block without
-    /// content.
-    pub(super) turn: u8,
-}
-
-const EMPTY: Held = Held { key: 0, parent: 0, since: 0, class: IN_USE, rank: 0, uses: 0, turn: 0 };
-
-impl Held {
-    /// Creates the statistics of content in use.
-    pub(super) fn new((key, parent): (u64, Option<u64>), uses: u8, turn: u8) -> Self {
-        let (key, parent) = (low(key), parent.map_or(0, low));
-        Self { key, parent, uses, turn: turn.max(1), ..EMPTY }
-    }
-    pub(super) fn is_named(&self, key: u64) -> bool {
-        self.key == low(key)
-    }
-    /// Returns the class it ages in, while it is idle.
-    pub(super) fn class(&self) -> Option<u8> {
-        (self.class != IN_USE).then_some(self.class)
-    }
-    pub(super) fn set_class(&mut self, class: Option<u8>) {
-        self.class = class.unwrap_or(IN_USE);
-    }
-}
-
-/// Statistics of evicted content.
+/// What a content is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Gone {
-    /// The class it ages in and since when; `None` if it was lost while in use.
-    pub(super) age: Option<(u8, u32)>,
-    pub(super) uses: u8,
-    pub(super) turn: u8,
+pub(super) enum Status {
+    /// It has aged in this cell since this request.
+    Idle { cell: u16, since: u32 },
+    /// It is used by a request that found `run` blocks unknown up to it, 0 if it is known itself,
+    /// and whose last known block had this gap: see [`gap`](super::features::gap).
+    Used { run: u8, gap: u8 },
 }
 
-/// Largest counts of uses and turns kept for evicted content.
-const COUNT_MAX: u8 = 31;
-
-/// Uses, turn and class of evicted content, in 16 bits.
-#[derive(Debug, Clone, Copy)]
-struct Packed(u16);
-
-impl Packed {
-    fn new(uses: u8, turn: u8, class: Option<u8>) -> Self {
-        let [uses, turn] = [uses, turn].map(|count| u16::from(count.min(COUNT_MAX)));
-        // The grade of uses in the class follows from the uses.
-        let rest = class.map_or(0, |class| u16::from(rates::without_uses(class)).wrapping_add(1));
-        Self(uses | turn << 5 | rest << 10)
-    }
-    fn field(self, shift: u16, mask: u16) -> u8 {
-        u8::try_from(self.0 >> shift & mask).unwrap_or(0)
-    }
-    fn uses(self) -> u8 {
-        self.field(0, 31)
-    }
-    fn turn(self) -> u8 {
-        self.field(5, 31)
-    }
-    fn class(self) -> Option<u8> {
-        let rest = self.field(10, 31).checked_sub(1)?;
-        Some(rates::with_uses(rest, self.uses()))
-    }
-}
-
-/// The place of a content.
+/// Statistics of a content, as far as they are told apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Place {
-    Block(u32),
-    Gone(u32),
+pub(super) struct Content {
+    /// Requests that used it, to 1023.
+    pub(super) uses: u16,
+    /// Times that a longer prompt continued one that ended here or before, to 7.
+    pub(super) turn: u8,
+    /// Different contents that followed it, to 3.
+    pub(super) continuations: u8,
+    pub(super) status: Status,
+}
+
+impl Content {
+    fn pack(self) -> (u16, u32) {
+        let [turn, continuations] = [self.turn.min(7), self.continuations.min(3)].map(u16::from);
+        let status = match self.status {
+            Status::Idle { cell, since } => u32::from(cell) << SINCE_BITS | (since & SINCE_MASK),
+            Status::Used { run, gap } => {
+                CELLS_MAX << SINCE_BITS | u32::from_le_bytes([gap, run, 0, 0])
+            }
+        };
+        (self.uses.min(1023) | turn << 10 | continuations << 13, status)
+    }
+
+    fn unpack(counts: u16, status: u32) -> Self {
+        let small = |shift: u32, mask: u16| u8::try_from(counts >> shift & mask).unwrap_or(0);
+        let [gap, run, ..] = status.to_le_bytes();
+        let status = match u16::try_from(status >> SINCE_BITS) {
+            Ok(cell) if u32::from(cell) < CELLS_MAX => {
+                Status::Idle { cell, since: status & SINCE_MASK }
+            }
+            _ => Status::Used { run, gap },
+        };
+        Self { uses: counts & 1023, turn: small(10, 7), continuations: small(13, 3), status }
+    }
 }
 
 /// All contents: a fixed number, so that the one evicted longest ago is forgotten for a new one.
 #[derive(Debug, Clone)]
 pub(super) struct Contents {
-    held: Vec<Held>,
-    gone_key: Vec<u32>,
-    gone_since: Vec<u32>,
-    gone: Vec<Packed>,
-    /// The one evicted longest ago, and the number of evicted ones, in a ring.
-    oldest: u32,
-    num_gone: u32,
-    /// First content of each hash bucket.
-    buckets: Vec<u32>,
-    /// The next content in the chain of a bucket; blocks first, then evicted ones.
+    /// By slot: half of the content's key. A collision makes an estimate worse, nothing else.
+    key: Vec<u32>,
+    status: Vec<u32>,
+    /// Packed counts; 0 for an empty slot.
+    counts: Vec<u16>,
+    /// The next slot in the chain of a bucket.
     next: Vec<u32>,
+    /// First slot of each hash bucket.
+    buckets: Vec<u32>,
+    /// The place in the ring for what is evicted next.
+    hand: u32,
+    /// By block: the key of the content before its own, 0 for none, and the cell by which its own is
+    /// ranked while idle.
+    parent: Vec<u32>,
+    rank: Vec<u16>,
 }
 
 impl Contents {
     pub(super) fn new(num_blocks: u32) -> Self {
-        assert!(num_blocks < END, "a pool of {num_blocks} blocks");
-        // Saturating, because the ids that blocks leave bound both numbers.
-        let gone = num_blocks.saturating_mul(GONE_PER_BLOCK).min(END - num_blocks);
-        let num_buckets = num_blocks.saturating_mul(2).clamp(1, END - 2);
-        let all = num_blocks + gone;
+        // Saturating, because a slot has a number below those of `NONE` and `UNLINKED`.
+        let gone = num_blocks.saturating_mul(GONE_PER_BLOCK).max(GONE_MIN);
+        let num_slots = to_usize(num_blocks.saturating_add(gone).min(UNLINKED - 1));
         Self {
-            held: vec![EMPTY; to_usize(num_blocks)],
-            gone_key: vec![0; to_usize(gone)],
-            gone_since: vec![0; to_usize(gone)],
-            gone: vec![Packed(0); to_usize(gone)],
-            oldest: 0,
-            num_gone: 0,
-            buckets: (0..num_buckets).map(|bucket| END | bucket).collect(),
-            next: vec![NONE; to_usize(all)],
+            key: vec![0; num_slots],
+            status: vec![0; num_slots],
+            counts: vec![0; num_slots],
+            next: vec![UNLINKED; num_slots],
+            buckets: vec![NONE; num_slots / 10 * 4],
+            hand: num_blocks,
+            parent: vec![0; to_usize(num_blocks)],
+            rank: vec![0; to_usize(num_blocks)],
         }
     }
 
     /// Returns the bytes of host memory.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
-        let numbers = [&self.gone_key, &self.gone_since, &self.buckets, &self.next];
-        let others = [list_bytes(&self.held), list_bytes(&self.gone)];
-        numbers.map(list_bytes).iter().chain(&others).sum()
+        let wide = [&self.key, &self.status, &self.next, &self.buckets, &self.parent];
+        let narrow = [&self.counts, &self.rank];
+        wide.map(list_bytes).iter().chain(&narrow.map(list_bytes)).sum()
     }
 
-    /// Returns the number of contents that can be remembered.
-    #[cfg(test)]
-    pub(super) fn capacity(&self) -> u32 {
-        to_u32(self.next.len())
+    /// Returns the content of a slot.
+    pub(super) fn get(&self, slot: u32) -> Option<Content> {
+        let counts = self.counts[to_usize(slot)];
+        (counts > 0).then(|| Content::unpack(counts, self.status[to_usize(slot)]))
     }
-
-    fn num_blocks(&self) -> u32 {
-        to_u32(self.held.len())
+    /// Changes the content of a slot that has one.
+    pub(super) fn set(&mut self, slot: u32, content: Content) {
+        (self.counts[to_usize(slot)], self.status[to_usize(slot)]) = content.pack();
     }
-
-    /// Returns the content of a block.
-    pub(super) fn held(&self, block: u32) -> Option<Held> {
-        Some(self.held[to_usize(block)]).filter(|held| held.turn > 0)
+    /// Returns whether a slot is that of a block.
+    pub(super) fn is_held(&self, slot: u32) -> bool {
+        slot < to_u32(self.rank.len())
     }
-    pub(super) fn held_mut(&mut self, block: u32) -> Option<&mut Held> {
-        Some(&mut self.held[to_usize(block)]).filter(|held| held.turn > 0)
+    /// Returns the key of a block's content, and of the content before it.
+    pub(super) fn keys(&self, block: u32) -> [u32; 2] {
+        [self.key[to_usize(block)], self.parent[to_usize(block)]]
     }
-    /// Returns the statistics of an evicted content.
-    pub(super) fn gone(&self, at: u32) -> Gone {
-        let (packed, since) = (self.gone[to_usize(at)], self.gone_since[to_usize(at)]);
-        let age = packed.class().map(|class| (class, since));
-        Gone { age, uses: packed.uses(), turn: packed.turn() }
+    /// Returns the cell by which a block's content is ranked while idle.
+    pub(super) fn rank_mut(&mut self, block: u32) -> &mut u16 {
+        &mut self.rank[to_usize(block)]
     }
 
     /// Finds the content of this key.
-    pub(super) fn find(&self, key: u64) -> Option<Place> {
-        let mut at = self.first(self.bucket(key));
-        while at & END == 0 {
-            if self.key(at) == low(key) {
-                let gone = at.checked_sub(self.num_blocks());
-                return Some(gone.map_or(Place::Block(at), Place::Gone));
-            }
-            at = self.next(at);
+    pub(super) fn find(&self, key: u32) -> Option<u32> {
+        let mut slot = self.buckets[self.bucket(key)];
+        while slot != NONE && self.key[to_usize(slot)] != key {
+            slot = self.next[to_usize(slot)];
         }
-        None
+        (slot != NONE).then_some(slot)
     }
 
-    /// Inserts new content in a block without any; it can be found unless other content has its
-    /// key.
-    pub(super) fn insert(&mut self, block: u32, key: u64, new: Held) {
+    /// Gives an empty block content, which can be found unless other content has its key.
+    pub(super) fn insert(&mut self, block: u32, [key, parent]: [u32; 2], content: Content) {
         let is_known = self.find(key).is_some();
-        self.held[to_usize(block)] = new;
+        self.key[to_usize(block)] = key;
+        self.parent[to_usize(block)] = parent;
+        self.set(block, content);
         if !is_known {
-            self.link(block, self.bucket(key));
+            self.link(block);
         }
     }
 
-    /// Removes the content of a block and remembers it. Returns the content that is forgotten for
-    /// it: the content evicted longest ago, or the removed content if another one has its key.
-    pub(super) fn remove(&mut self, block: u32) -> Option<Gone> {
-        let held = self.held(block)?;
-        self.held[to_usize(block)] = EMPTY;
-        let age = held.class().map(|class| (class, held.since));
-        if self.next(block) == NONE {
-            return Some(Gone { age, uses: held.uses, turn: held.turn });
+    /// Removes the content of a block and remembers it. Returns the content that is forgotten: the
+    /// one evicted longest ago, or the removed one if another has its key.
+    pub(super) fn lose(&mut self, block: u32) -> Option<Content> {
+        let lost = self.get(block)?;
+        if !self.remove(block) {
+            return Some(lost);
         }
-        let bucket = self.unlink(block);
-        let room = to_u32(self.gone.len());
-        let forgotten = (self.num_gone == room).then(|| {
-            let oldest = self.gone(self.oldest);
-            self.forget(self.oldest);
-            oldest
-        });
-        let at = self.wrap(self.oldest + self.num_gone);
-        let (class, since) = age.unzip();
-        self.set_gone(at, (held.key, since.unwrap_or(0)), Packed::new(held.uses, held.turn, class));
-        self.num_gone += 1;
-        self.link(self.num_blocks() + at, bucket);
+        let to = self.hand;
+        let forgotten = self.get(to);
+        self.remove(to);
+        self.key[to_usize(to)] = self.key[to_usize(block)];
+        self.set(to, lost);
+        self.link(to);
+        let end = to_usize(to) + 1 == self.key.len();
+        self.hand = if end { to_u32(self.rank.len()) } else { to + 1 };
         forgotten
     }
 
-    /// Forgets an evicted content; the oldest moves to its place, which keeps the others together.
-    pub(super) fn forget(&mut self, at: u32) {
-        let num_blocks = self.num_blocks();
-        self.unlink(num_blocks + at);
-        let oldest = self.oldest;
-        if at != oldest {
-            let bucket = self.unlink(num_blocks + oldest);
-            let of = to_usize(oldest);
-            self.set_gone(at, (self.gone_key[of], self.gone_since[of]), self.gone[of]);
-            self.link(num_blocks + at, bucket);
+    /// Empties a slot; returns whether its content could be found.
+    pub(super) fn remove(&mut self, slot: u32) -> bool {
+        self.counts[to_usize(slot)] = 0;
+        let after = std::mem::replace(&mut self.next[to_usize(slot)], UNLINKED);
+        if after == UNLINKED {
+            return false;
         }
-        self.oldest = self.wrap(oldest + 1);
-        self.num_gone -= 1;
-    }
-
-    fn set_gone(&mut self, at: u32, (key, since): (u32, u32), packed: Packed) {
-        let at = to_usize(at);
-        (self.gone_key[at], self.gone_since[at], self.gone[at]) = (key, since, packed);
-    }
-
-    /// Returns an index in the ring of evicted contents.
-    fn wrap(&self, at: u32) -> u32 {
-        at % to_u32(self.gone.len())
-    }
-
-    fn key(&self, at: u32) -> u32 {
-        match at.checked_sub(self.num_blocks()) {
-            None => self.held[to_usize(at)].key,
-            Some(gone) => self.gone_key[to_usize(gone)],
+        let bucket = self.bucket(self.key[to_usize(slot)]);
+        let mut before = self.buckets[bucket];
+        if before == slot {
+            self.buckets[bucket] = after;
+            return true;
         }
-    }
-
-    /// Returns the bucket by the high half of a key; the low half is compared.
-    fn bucket(&self, key: u64) -> u32 {
-        let buckets = u64::from(to_u32(self.buckets.len()));
-        u32::try_from((key >> 32).wrapping_mul(buckets) >> 32).unwrap_or(0)
-    }
-    fn first(&self, bucket: u32) -> u32 {
-        self.buckets[to_usize(bucket)]
-    }
-    fn next(&self, at: u32) -> u32 {
-        self.next[to_usize(at)]
-    }
-
-    fn link(&mut self, at: u32, bucket: u32) {
-        let first = &mut self.buckets[to_usize(bucket)];
-        self.next[to_usize(at)] = std::mem::replace(first, at);
-    }
-
-    /// Removes a content from its chain; the end of the chain names the bucket.
-    fn unlink(&mut self, at: u32) -> u32 {
-        let after = self.next(at);
-        assert!(after != NONE, "content {at} is found by its name");
-        let mut end = after;
-        while end & END == 0 {
-            end = self.next(end);
+        while self.next[to_usize(before)] != slot {
+            before = self.next[to_usize(before)];
         }
-        let bucket = end & !END;
-        let mut before = self.first(bucket);
-        if before == at {
-            self.buckets[to_usize(bucket)] = after;
-        } else {
-            while self.next(before) != at {
-                assert!(before & END == 0, "content {at} is in the chain of its bucket");
-                before = self.next(before);
-            }
-            self.next[to_usize(before)] = after;
-        }
-        self.next[to_usize(at)] = NONE;
-        bucket
+        self.next[to_usize(before)] = after;
+        true
+    }
+
+    fn link(&mut self, slot: u32) {
+        let bucket = self.bucket(self.key[to_usize(slot)]);
+        self.next[to_usize(slot)] = std::mem::replace(&mut self.buckets[bucket], slot);
+    }
+
+    fn bucket(&self, key: u32) -> usize {
+        usize::try_from(u64::from(key) * to_u64(self.buckets.len()) >> 32).unwrap_or(0)
     }
 }
 
-/// Truncates a key to 64 bits, never 0; tests use keys that are not hashes.
-pub(super) fn short_key(key: BlockKey) -> u64 {
-    let [low, high] = [key.0, key.0 >> 64].map(|half| u64::try_from(half & MASK).unwrap_or(0));
-    (low ^ high.rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
-}
-
-const MASK: u128 = 0xffff_ffff_ffff_ffff;
-
-fn low(key: u64) -> u32 {
-    u32::try_from(key & 0xffff_ffff).unwrap_or(0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn evicted_contents_keep_their_class() {
-        for (uses, turn) in [(1, 1), (2, 1), (5, 9), (30, 4), (200, 250)] {
-            for is_last in [false, true] {
-                let class = rates::class(uses, turn, is_last);
-                let packed = Packed::new(uses, turn, Some(class));
-                assert_eq!(packed.class(), Some(class), "{uses} uses, turn {turn}");
-                assert_eq!((packed.uses(), packed.turn()), (uses.min(31), turn.min(31)));
-            }
-            assert_eq!(Packed::new(uses, turn, None).class(), None);
-        }
-    }
-
-    /// Against a list that is searched from end to end.
-    #[test]
-    fn contents_are_found_by_key_until_they_are_forgotten() {
-        let mut contents = Contents::new(3);
-        let mut blocks: Vec<Option<u64>> = vec![None; 3];
-        let mut gone: Vec<u64> = Vec::new();
-        let mut random = 1_u64;
-        for _ in 0..5000 {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let (block, name) = ((random >> 33) % 3, (random >> 40) % 30);
-            let (at, key) = (u32::try_from(block).unwrap(), short_key(BlockKey(name.into())));
-            if let Some(key) = blocks[usize::try_from(block).unwrap()].take() {
-                contents.remove(at);
-                gone.push(key);
-                // The oldest is forgotten.
-                if gone.len() > 12 {
-                    gone.remove(0);
-                }
-            }
-            if blocks.contains(&Some(key)) {
-                continue;
-            }
-            if let Some(Place::Gone(place)) = contents.find(key) {
-                contents.forget(place);
-                let place = gone.iter().position(|other| *other == key).unwrap();
-                // The oldest takes its place.
-                gone.swap(place, 0);
-                gone.remove(0);
-            }
-            contents.insert(at, key, Held::new((key, None), 1, 1));
-            blocks[usize::try_from(block).unwrap()] = Some(key);
-            for name in 0..30_u128 {
-                let key = short_key(BlockKey(name));
-                let held = blocks.iter().position(|other| *other == Some(key));
-                match contents.find(key) {
-                    Some(Place::Block(at)) => assert_eq!(held, Some(to_usize(at))),
-                    Some(Place::Gone(_)) => assert!(gone.contains(&key)),
-                    None => assert!(held.is_none() && !gone.contains(&key)),
-                }
-            }
-        }
-    }
+/// Shortens a key to 32 bits, never 0; tests use keys that are not hashes.
+pub(super) fn short_key(key: BlockKey) -> u32 {
+    let folded = u64::try_from((key.0 ^ key.0 >> 64) & u128::from(u64::MAX)).unwrap_or(0);
+    let mixed = folded.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+    u32::try_from(mixed).unwrap_or(0) | 1
 }

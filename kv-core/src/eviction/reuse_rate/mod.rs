@@ -1,58 +1,66 @@
 //! Eviction by expected reuse: the default policy.
 //!
-//! The time to reuse is counted by *class* of content (whether a sequence ended with it, number of
-//! uses, turn in a conversation) and by *age* in requests. For each class and age these counts give
-//! the highest rate of uses per request of waiting that keeping such a block may bring: the Gittins
-//! index of a job that ends with the next use. The candidate with the lowest index is evicted. In a
-//! busy conversation service the policy keeps content through the pause in which the user reads the
-//! answer, and evicts first turns before tenth turns. With one class, or if the chance of reuse
-//! falls with age, the policy is LRU.
+//! The time to reuse is counted by *cell*, which is a combination of features of content, and by
+//! *age* in requests. For each cell and age these counts give the highest rate of uses per request
+//! of waiting that keeping such a block may bring: the Gittins index of a job that ends with the next
+//! use. The candidate with the lowest index is evicted. In a busy conversation service the policy
+//! keeps content through the pause in which the user reads the answer, and evicts first turns before
+//! tenth turns. With one cell, or if the chance of reuse falls with age, the policy is LRU.
 //!
-//! Evicted content is counted too while it is remembered, so the counts do not depend on the
-//! policy's choices. A class with few observations is assumed to be used like all classes at each
-//! age, times one factor; an age without observations is assumed to be like the age before.
+//! A cell with few observations is assumed to be used like all content at each age, times the
+//! effects of its features, and an age without observations to be like the age before. Evicted
+//! content is counted too while it is remembered, so the counts do not depend on the policy's
+//! choices.
 //!
 //! # Source
 //! Beckmann, Chen, Cidon, *LHD: Improving Cache Hit Rate by Maximizing Hit Density* (2018), for
 //! hits per space and time; Gittins, *Bandit Processes and Dynamic Allocation Indices* (1979).
 mod cohorts;
 mod contents;
+mod features;
 mod rates;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 
-use cohorts::Cohorts;
-use contents::{Contents, Held, Place, short_key};
+use cohorts::{Cohorts, Spot};
+use contents::{Content, Contents, Status, short_key};
+use features::{Features, Request, gap, hint};
 use rates::{Rates, bin_of};
 
 use crate::eviction::priority::Levels;
-use crate::eviction::{BlockInfo, Clock, EvictionPolicy, Priority};
+use crate::eviction::{BlockInfo, Clock, EvictionPolicy, Priority, Return};
 use crate::ids::BlockId;
-use crate::invariant::Invariant;
 
 /// Rates are recomputed after 1/32 of the requests so far, but at least every 128 requests.
-const RECOMPUTE_SHARE: u32 = 32;
-const RECOMPUTE_INTERVAL_MAX: u32 = 128;
+const LESSONS_SHARE: u32 = 32;
+const LESSONS_INTERVAL_MAX: u32 = 128;
+
+/// Unknown blocks of a request that are told apart.
+const RUN_MAX: u8 = 32;
 
 /// Evicts the block with the lowest expected use per space and time first, among the blocks of the
 /// default priority. Blocks of lower levels are evicted earlier, blocks of higher levels later,
 /// least recently used first.
 ///
 /// Each call takes O(1), or O(log n) with durations of priorities; the beginning of a request takes
-/// additional time that depends on its own blocks and the numbers of classes and ages. Up to four
-/// evicted contents per block are remembered. The policy takes 93 bytes for each block, allocated
-/// at once, and some for each of the last 16,384 requests.
+/// additional time that depends on its own blocks and, every 128 requests or when content has new
+/// features, on the number of combinations of features seen. Four evicted contents per block are
+/// remembered, and 32,768 at least. The policy takes 96 bytes for each block, 1 MB in a small pool,
+/// allocated at once, and some for each of the last 16,384 requests.
 #[derive(Debug)]
 pub struct ReuseRate {
     levels: Levels,
     contents: Contents,
     cohorts: Cohorts,
     rates: Rates,
-    /// Requests until rates are recomputed.
-    requests_to_recompute: u32,
+    requests: u32,
+    /// Requests until rates are recomputed; 0 if they are at the next request.
+    until_lesson: u32,
     released: Released,
-    /// The latest new content and its block: often the parent of the next.
-    stored: Option<(u64, u32)>,
+    /// The block about to become idle, and the grade of what its sequence said.
+    hinted: Option<(BlockId, u8)>,
 }
 
 /// The block released last, to recognise the next one as its predecessor.
@@ -60,11 +68,10 @@ pub struct ReuseRate {
 struct Released {
     /// Key of the content before it.
     parent: u32,
-    /// The latest turn of the blocks after it.
-    turn: u8,
-    /// The class by which the content is ranked. `None` for the last of its sequence: such blocks
+    request: Request,
+    /// The cell by which the content is ranked. `None` for the last of its sequence: such blocks
     /// are often useless, and must not affect the rank of the blocks before them.
-    rank: Option<u8>,
+    rank: Option<u16>,
 }
 
 impl ReuseRate {
@@ -75,9 +82,10 @@ impl ReuseRate {
             cohorts: Cohorts::new(num_blocks),
             contents: Contents::new(num_blocks),
             rates: Rates::new(),
-            requests_to_recompute: 0,
+            requests: 0,
+            until_lesson: 0,
             released: Released::default(),
-            stored: None,
+            hinted: None,
         }
     }
 
@@ -89,50 +97,92 @@ impl ReuseRate {
         [levels, contents, cohorts, rates].iter().sum()
     }
 
-    fn recompute(&mut self) {
-        let order = self.rates.recompute();
-        self.cohorts.rank(order);
+    fn learn(&mut self) {
+        self.until_lesson = (self.requests / LESSONS_SHARE).clamp(1, LESSONS_INTERVAL_MAX);
+        self.cohorts.rank(self.rates.learn());
     }
 
-    /// Returns the turn of new content after `parent`: one more, unless its parent is new too; at
-    /// most 255.
-    fn turn_after(&self, parent: Option<u64>) -> u8 {
-        let Some(key) = parent else { return 1 };
-        let latest = self.stored.filter(|&(latest, block)| {
-            latest == key && self.contents.held(block).is_some_and(|held| held.is_named(key))
-        });
-        let place = latest.map(|(_, block)| Place::Block(block));
-        let place = place.or_else(|| self.contents.find(key));
-        match place {
-            None => 1,
-            Some(Place::Gone(at)) => self.contents.gone(at).turn.saturating_add(1),
-            Some(Place::Block(block)) => self.contents.held(block).map_or(1, |parent| {
-                let is_new = parent.uses <= 1 && parent.class().is_none();
-                if is_new { parent.turn } else { parent.turn.saturating_add(1) }
-            }),
+    /// Returns the statistics of new content after `parent`, which it continues.
+    fn follow(&mut self, parent: u32) -> Content {
+        let status = Status::Used { run: 1, gap: 0 };
+        let new = Content { uses: 1, turn: 1, continuations: 0, status };
+        let found = self.contents.find(parent);
+        let Some((at, before)) = found.and_then(|at| Some((at, self.contents.get(at)?))) else {
+            return new;
+        };
+        let continuations = before.continuations + 1;
+        self.contents.set(at, Content { continuations, ..before });
+        let later = Content { turn: before.turn + 1, ..new };
+        match before.status {
+            // Of the same request.
+            Status::Used { run: run @ 1.., gap } => {
+                let status = Status::Used { run: (run + 1).min(RUN_MAX), gap };
+                Content { turn: before.turn, status, ..new }
+            }
+            Status::Used { gap, .. } if before.continuations <= 1 => {
+                Content { status: Status::Used { run: 1, gap }, ..later }
+            }
+            // Shared content says nothing of this conversation.
+            _ => later,
         }
     }
 
-    /// Counts a use of ageing content at its age.
-    fn count_use(&mut self, age: Option<(u8, u32)>) {
-        if let Some((class, since)) = age {
-            self.rates.used(class, bin_of(self.cohorts.age(since)));
-            self.cohorts.leave(class, since);
+    /// Ends the time in which content aged, and counts its use if `is_used`; returns its age.
+    fn end_age(&mut self, content: Content, is_used: bool) -> u32 {
+        let Status::Idle { cell, since } = content.status else { return 0 };
+        let age = self.cohorts.age(since);
+        if is_used {
+            self.rates.used(cell, bin_of(age));
         }
+        self.cohorts.leave(cell, since);
+        age
     }
 
-    /// Returns the class of a block just released, and the class to rank it by: no worse than the
+    /// Marks the content of a slot as in use again and returns its statistics.
+    fn use_again(&mut self, slot: u32, is_timed: bool) -> Option<Content> {
+        let before = self.contents.get(slot)?;
+        let gap = gap(self.end_age(before, is_timed));
+        let status = Status::Used { run: 0, gap };
+        let content = Content { uses: before.uses + 1, status, ..before };
+        self.contents.set(slot, content);
+        Some(content)
+    }
+
+    /// Returns the cell of content just released, and the cell to rank it by: no worse than the
     /// blocks after it, which are useless without it.
-    fn classify(&mut self, content: &Held) -> (u8, u8) {
-        let is_last = self.released.parent != content.key;
-        let turn = if is_last { content.turn } else { content.turn.max(self.released.turn) };
-        let class = rates::class(content.uses, turn, is_last);
-        let behind = self.released.rank.filter(|_| !is_last);
-        let better = behind.filter(|rank| self.rates.rate(class) < self.rates.rate(*rank));
-        let rank = better.unwrap_or(class);
-        let passed_on = (!is_last).then_some(rank);
-        self.released = Released { parent: content.parent, turn, rank: passed_on };
-        (class, rank)
+    fn classify(&mut self, block: u32, content: Content, request: Request) -> (u16, u16) {
+        let [key, parent] = self.contents.keys(block);
+        let is_last = self.released.parent != key;
+        if is_last {
+            self.released = Released { request, ..Released::default() };
+        }
+        let released = &mut self.released;
+        released.parent = parent;
+        released.request.turn = released.request.turn.max(content.turn);
+        let features =
+            Features::new(content, is_last, Request { hint: request.hint, ..released.request });
+        let cell = self.rates.cell(features);
+        if self.cohorts.add_cells(self.rates.num_cells()) {
+            self.until_lesson = 0;
+        }
+        let behind = released.rank.filter(|rank| self.rates.rate(cell) < self.rates.rate(*rank));
+        let rank = behind.unwrap_or(cell);
+        released.rank = (!is_last).then_some(rank);
+        (cell, rank)
+    }
+
+    /// Returns the place of an idle block among the candidates.
+    fn spot(&mut self, block: u32) -> Option<Spot> {
+        let Status::Idle { since, .. } = self.contents.get(block)?.status else { return None };
+        Some(Spot { level: self.levels.level(block), rank: *self.contents.rank_mut(block), since })
+    }
+
+    /// Makes an idle block a candidate.
+    fn place(&mut self, block: u32) {
+        if let Some(spot) = self.spot(block) {
+            self.cohorts.push(block, spot);
+            self.levels.begin(block);
+        }
     }
 
     /// Removes a candidate.
@@ -144,118 +194,74 @@ impl ReuseRate {
     /// Removes a block's content.
     fn remove(&mut self, block: u32) {
         self.take_out(block);
-        let forgotten = self.contents.remove(block);
-        if let Some((class, since)) = forgotten.and_then(|forgotten| forgotten.age) {
-            self.cohorts.leave(class, since);
+        if let Some(forgotten) = self.contents.lose(block) {
+            self.end_age(forgotten, false);
         }
-    }
-
-    /// Makes an idle block a candidate by its level.
-    fn place(&mut self, block: u32, content: &Held) {
-        let level = self.levels.level(block);
-        if level == Priority::DEFAULT_LEVEL {
-            self.cohorts.push(block, content.rank, content.since);
-        } else {
-            self.cohorts.push_level(block, level);
-        }
-        self.levels.begin(block);
-    }
-
-    /// Marks the content of a block as in use again and returns its statistics. Uses are counted up
-    /// to 255.
-    fn mark_used(&mut self, block: u32) -> Option<Held> {
-        let before = self.contents.held(block)?;
-        self.take_out(block);
-        let held = self.contents.held_mut(block)?;
-        held.uses = held.uses.saturating_add(1);
-        held.set_class(None);
-        Some(before)
     }
 }
 
 impl EvictionPolicy for ReuseRate {
     fn tick(&mut self) {
         self.cohorts.advance(&mut self.rates);
-        // 0 before the first request.
-        self.requests_to_recompute = self.requests_to_recompute.saturating_sub(1);
-        if self.requests_to_recompute == 0 {
-            let requests = self.cohorts.now() / RECOMPUTE_SHARE;
-            self.requests_to_recompute = requests.clamp(1, RECOMPUTE_INTERVAL_MAX);
-            self.recompute();
+        self.requests = self.requests.saturating_add(1);
+        self.until_lesson = self.until_lesson.saturating_sub(1);
+        if self.until_lesson == 0 {
+            self.learn();
         }
     }
 
     fn stored(&mut self, block: BlockId, info: &BlockInfo) {
         self.remove(block.0);
         self.levels.set(block.0, info.priority);
-        let key = short_key(info.key);
-        let parent = info.parent.map(short_key);
-        // Uses are counted up to 255.
-        let (uses, turn) = match self.contents.find(key) {
-            Some(Place::Gone(at)) => {
-                let gone = self.contents.gone(at);
-                self.contents.forget(at);
-                self.count_use(gone.age);
-                (gone.uses.saturating_add(1), gone.turn)
-            }
-            // A copy, or another content with the same key.
-            Some(Place::Block(other)) => {
-                let uses = |held: Held| (held.uses.saturating_add(1), held.turn);
-                self.contents.held(other).map_or((1, 1), uses)
-            }
-            None => {
-                let turn = self.turn_after(parent);
-                self.stored = Some((key, block.0));
-                (1, turn)
-            }
-        };
-        self.contents.insert(block.0, key, Held::new((key, parent), uses, turn));
+        let keys = [short_key(info.key), info.parent.map_or(0, short_key)];
+        // A copy of content that another block has counts as new.
+        let gone = self.contents.find(keys[0]).filter(|slot| !self.contents.is_held(*slot));
+        let known = gone.and_then(|slot| {
+            let content = self.use_again(slot, true);
+            self.contents.remove(slot);
+            content
+        });
+        let content = known.unwrap_or_else(|| self.follow(keys[1]));
+        self.contents.insert(block.0, keys, content);
     }
 
     fn reused(&mut self, block: BlockId) {
-        if let Some(before) = self.mark_used(block.0) {
-            self.count_use(before.class().map(|class| (class, before.since)));
-        }
+        self.take_out(block.0);
+        self.use_again(block.0, true);
     }
 
     /// Counts a use without an age: the request may have found a part of the block, and released
     /// it, just before.
     fn computed_again(&mut self, block: BlockId) {
-        if let Some(before) = self.mark_used(block.0)
-            && let Some(class) = before.class()
-        {
-            self.cohorts.leave(class, before.since);
-        }
+        self.take_out(block.0);
+        self.use_again(block.0, false);
     }
 
-    /// Hides the block; age and class stay, and the duration of the level goes on.
+    /// Hides the block; age and cell stay, and the duration of the level goes on.
     fn held(&mut self, block: BlockId) {
         self.cohorts.hide(block.0);
     }
 
+    fn hinted(&mut self, block: BlockId, said: Option<Return>) {
+        self.hinted = Some((block, hint(said)));
+    }
+
     fn idle(&mut self, block: BlockId) {
+        let said = self.hinted.take().filter(|(of, _)| *of == block);
         if self.cohorts.show(block.0) {
-            let level = self.levels.level(block.0);
-            let content = self.contents.held(block.0).invariant("a candidate has content");
-            self.cohorts.note_shown((content.rank, content.since), level);
+            self.spot(block.0).map(|spot| self.cohorts.open(spot));
             return;
         }
-        let Some(known) = self.contents.held(block.0).filter(|held| held.class().is_none()) else {
-            return;
-        };
-        let (class, rank) = self.classify(&known);
+        let Some(content) = self.contents.get(block.0) else { return };
+        let Status::Used { run, gap } = content.status else { return };
+        let hint = said.map_or(0, |(_, hint)| hint);
+        let (cell, rank) = self.classify(block.0, content, Request { turn: 0, run, gap, hint });
         let since = self.cohorts.now();
-        self.cohorts.enter(class);
-        self.rates.reached(class, 0, 1.0);
-        if let Some(held) = self.contents.held_mut(block.0) {
-            (held.rank, held.since) = (rank, since);
-            held.set_class(Some(class));
-            let held = *held;
-            self.place(block.0, &held);
-        }
-        if self.rates.take_in_use(rank) {
-            self.recompute();
-        }
+        self.cohorts.enter(cell);
+        self.rates.reached(cell, 0, 1.0);
+        *self.contents.rank_mut(block.0) = rank;
+        self.contents.set(block.0, Content { status: Status::Idle { cell, since }, ..content });
+        self.place(block.0);
     }
 
     fn dropped(&mut self, block: BlockId) {
@@ -263,122 +269,32 @@ impl EvictionPolicy for ReuseRate {
     }
 
     fn set_priority(&mut self, block: BlockId, priority: Priority) {
-        let Some(content) = self.contents.held(block.0) else { return };
-        let is_idle = content.class().is_some();
-        let before = self.levels.level(block.0);
-        if is_idle {
-            self.levels.end(block.0);
+        if self.contents.get(block.0).is_none() {
+            return;
         }
+        let before = self.levels.level(block.0);
+        self.levels.end(block.0);
         self.levels.set(block.0, priority);
-        let stays = [before, self.levels.level(block.0)] == [Priority::DEFAULT_LEVEL; 2];
-        if is_idle && !stays {
+        if [before, self.levels.level(block.0)] != [Priority::DEFAULT_LEVEL; 2] {
             self.cohorts.remove(block.0);
-            self.place(block.0, &content);
+            self.place(block.0);
         }
     }
 
     fn evict(&mut self) -> Option<BlockId> {
         while let Some(block) = self.levels.expired() {
             self.cohorts.remove(block);
-            if let Some(content) = self.contents.held(block) {
-                self.place(block, &content);
-            }
+            self.place(block);
         }
-        let of_level = self.cohorts.first_by_level();
-        let low = of_level.filter(|(level, _)| *level < Priority::DEFAULT_LEVEL);
-        let of_level = of_level.map(|(_, block)| block);
-        let low = low.map(|(_, block)| block);
-        let block = low.or_else(|| self.cohorts.first_by_rate()).or(of_level)?;
+        let is_low = |block: &u32| self.levels.level(*block) <= Priority::DEFAULT_LEVEL;
+        let mut next = self.cohorts.next();
+        if self.until_lesson == 0 && !next.as_ref().is_some_and(is_low) {
+            // Candidates of new cells have no place yet.
+            self.learn();
+            next = self.cohorts.next();
+        }
+        let block = next?;
         self.remove(block);
         Some(BlockId(block))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::eviction::ManualClock;
-    use crate::reuse::BlockKey;
-
-    fn policy(num_blocks: u32) -> ReuseRate {
-        ReuseRate::new(num_blocks, Arc::new(ManualClock::new()))
-    }
-
-    fn info(key: u128, parent: Option<u128>) -> BlockInfo {
-        let parent = parent.map(BlockKey);
-        BlockInfo { key: BlockKey(key), parent, index: 0, priority: Priority::default() }
-    }
-
-    /// Runs requests with one block each that is never reused; the first ones find the pool empty.
-    fn fill(policy: &mut ReuseRate, first: u128, num_blocks: u32) {
-        for block in 0..num_blocks {
-            policy.tick();
-            let found = if first == 0 { BlockId(block) } else { policy.evict().unwrap() };
-            policy.stored(found, &info(first + u128::from(block), None));
-            policy.idle(found);
-        }
-    }
-
-    #[test]
-    fn inside_a_prompt_tails_go_before_heads() {
-        let mut policy = policy(6);
-        for prompt in 0..2 {
-            policy.tick();
-            for at in 0..3_u32 {
-                let key = u128::from(prompt * 3 + at);
-                let block = BlockId(prompt * 3 + at);
-                policy.stored(block, &info(key, key.checked_sub(1).filter(|_| at > 0)));
-            }
-            (0..3).rev().for_each(|at| policy.idle(BlockId(prompt * 3 + at)));
-        }
-        (0..8).for_each(|_| policy.tick());
-        let order: Vec<_> = std::iter::from_fn(|| policy.evict()).map(|block| block.0).collect();
-        assert_eq!(order.len(), 6);
-        // The last blocks, 2 and 5, have a class of their own.
-        let inside = [0..2, 3..5].map(|prompt| {
-            let of_prompt = order.iter().copied().filter(|block| prompt.contains(block));
-            of_prompt.collect::<Vec<_>>()
-        });
-        assert_eq!(inside, [[1, 0], [4, 3]]);
-    }
-
-    #[test]
-    fn forgotten_contents_free_their_places_and_memory_is_constant() {
-        let mut policy = policy(4);
-        let capacity = policy.contents.capacity();
-        assert_eq!(capacity, 20);
-        for round in 0..50 {
-            fill(&mut policy, round * 4, 4);
-        }
-        assert_eq!(policy.contents.capacity(), capacity);
-        assert!(policy.contents.find(short_key(BlockKey(199))).is_some());
-        assert!(policy.contents.find(short_key(BlockKey(180))).is_some(), "remembered 16 more");
-        assert!(policy.contents.find(short_key(BlockKey(179))).is_none(), "the 21st is forgotten");
-    }
-
-    #[test]
-    fn returning_content_keeps_its_uses() {
-        let mut policy = policy(2);
-        fill(&mut policy, 0, 2);
-        fill(&mut policy, 10, 2); // 0 and 1 are evicted, but remembered
-        policy.tick();
-        let block = policy.evict().unwrap();
-        policy.stored(block, &info(1, None));
-        assert_eq!(policy.contents.held(block.0).unwrap().uses, 2);
-    }
-
-    #[test]
-    fn a_longer_prompt_is_the_next_turn() {
-        let mut policy = policy(8);
-        for (turn, range) in [(1, 0..2_u32), (2, 2..4), (3, 4..5)] {
-            policy.tick();
-            (0..range.start).for_each(|block| policy.reused(BlockId(block)));
-            for block in range.clone() {
-                let key = u128::from(block);
-                policy.stored(BlockId(block), &info(key, key.checked_sub(1)));
-                assert_eq!(policy.contents.held(block).unwrap().turn, turn, "block {block}");
-            }
-            (0..range.end).rev().for_each(|block| policy.idle(BlockId(block)));
-        }
     }
 }

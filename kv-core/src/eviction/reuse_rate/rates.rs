@@ -1,9 +1,10 @@
-//! Rates of reuse by class and age, counted online.
+//! Rates of reuse by cell and age, counted online.
 use std::array;
 
-#[cfg(test)]
-use crate::num::list_bytes;
-use crate::num::{to_u32, to_usize};
+use hashbrown::HashMap;
+
+use crate::eviction::reuse_rate::features::{Features, NUM_FEATURES, NUM_GRADES, NUM_SHAPES};
+use crate::num::to_u32;
 
 /// Ages in requests at which the bins begin: two bins per octave.
 const BEGIN: [u16; NUM_BINS] = [
@@ -11,34 +12,37 @@ const BEGIN: [u16; NUM_BINS] = [
     2048, 2896, 4096, 5793, 8192, 11585, 16384,
 ];
 
-/// Width of each bin; the last is as wide as the age at which it begins.
-const WIDTH: [f32; NUM_BINS] = [
-    1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0, 5.0, 7.0, 9.0, 13.0, 19.0, 27.0, 37.0, 53.0, 75.0, 106.0,
-    150.0, 212.0, 300.0, 424.0, 600.0, 848.0, 1200.0, 1697.0, 2399.0, 3393.0, 4799.0, 16384.0,
-];
+/// Combinations of features at most; content with others is counted in the first cell.
+pub(super) const CELLS_MAX: u32 = 4095;
 
 /// Bins of age.
 pub(super) const NUM_BINS: usize = 29;
 
-/// Grades of the number of uses of content, and of continuations of its conversation.
-const NUM_USES: u8 = 7;
-
-/// Classes of content: whether a sequence ends with the content, uses, turn.
-pub(super) const NUM_CLASSES: usize = 98;
-
 /// Assumed share of blocks reused within one bin, without observations.
 const PRIOR: f32 = 0.025;
 
-/// Weight, in observations, of the prior for a bin of all classes: that it is like the bin before.
-/// Also the weight, in uses, of the prior for a class: that it is like all classes.
+/// Weight, in observations, of the guess that a bin of all cells is like the bin before, and in
+/// uses, of the guess that a feature has no effect or a cell none of its own.
 const GUESS: f32 = 20.0;
 
-/// Weight, in observations, of the prior for a bin of one class. Blocks of one sequence are used
-/// together, so many blocks are one observation.
-const CLASS_GUESS: f32 = 1000.0;
+/// Weight, in observations, of the guess that a bin of a cell follows the shape of all cells.
+/// Blocks of one sequence are used together, so many blocks are one observation.
+const SHAPE_GUESS: f32 = 10_000.0;
 
-/// Observations of a class after which all its counts are halved, so that it adapts.
+/// The same as [`SHAPE_GUESS`] for the shape of an expected time.
+const TIMED_GUESS: f32 = 1000.0;
+
+/// Observations of a cell after which all its counts are halved, so that it adapts.
 const ENOUGH: f32 = 1_048_576.0;
+
+/// Rank of a last block, of that of one inside.
+const BELOW: f64 = 0.999;
+
+/// The bits of a key in the order of rates that hold a number.
+const LOW: u64 = 0xffff_ffff;
+
+/// One number for each bin of age.
+type Bins = [f32; NUM_BINS];
 
 /// Returns the age at which a bin begins.
 pub(super) fn bin_begin(bin: u8) -> u32 {
@@ -51,158 +55,197 @@ pub(super) fn bin_of(age: u32) -> u8 {
     u8::try_from(bins - 1).unwrap_or(u8::MAX)
 }
 
-/// Returns the class of content used `uses` times, in the given turn.
-pub(super) fn class(uses: u8, turn: u8, is_last: bool) -> u8 {
-    let uses = grade(uses);
-    let turn = grade(turn).min(NUM_USES - 2).max(uses);
-    let last = u8::from(is_last) * NUM_USES;
-    (last + uses) * NUM_USES + turn
+/// Returns the width of a bin; the last is as wide as the age at which it begins.
+pub(super) fn width(bin: usize) -> f32 {
+    let begin = f32::from(BEGIN[bin]);
+    BEGIN.get(bin + 1).map_or(begin, |end| f32::from(*end) - begin)
 }
 
-/// Returns a class without its grade of uses.
-pub(super) fn without_uses(class: u8) -> u8 {
-    let (of_uses, turn) = (class / NUM_USES, class % NUM_USES);
-    (of_uses / NUM_USES) * NUM_USES + turn
+/// Content with equal features: its observations, and what follows from them.
+#[derive(Debug, Clone, Copy)]
+struct Cell {
+    features: Features,
+    /// The cell of such content inside of a sequence, if a sequence ends with this one.
+    inside: Option<u16>,
+    seen: Observations,
+    /// Expected uses per space, by bin: see [`Rates::rate`].
+    rate: [f64; NUM_BINS],
 }
 
-/// Returns the class of content used `uses` times, given the result of [`without_uses`].
-pub(super) fn with_uses(rest: u8, uses: u8) -> u8 {
-    let (last, turn) = (rest / NUM_USES, rest % NUM_USES);
-    let of_uses = last * NUM_USES + grade(uses);
-    of_uses * NUM_USES + turn
-}
-
-fn grade(count: u8) -> u8 {
-    match count {
-        0 | 1 => 0,
-        2 => 1,
-        3 => 2,
-        4..=5 => 3,
-        6..=9 => 4,
-        10..=20 => 5,
-        _ => 6,
-    }
-}
-
-/// Observations of one class.
 #[derive(Debug, Clone, Copy)]
 struct Observations {
     /// Blocks that reached each bin of age unused.
-    reached: [f32; NUM_BINS],
+    reached: Bins,
     /// Blocks that were used in each bin.
-    used: [f32; NUM_BINS],
-    /// Expected uses per space, by bin: see [`Rates::rate`].
-    rate: [f32; NUM_BINS],
-    /// Whether the class has ever had a candidate.
-    in_use: bool,
+    used: Bins,
 }
 
-impl Observations {
-    /// Computes the rates, where `chance` is the chance of a use in each bin over all classes.
-    fn conclude(&mut self, chance: &[f32; NUM_BINS]) {
-        let used: f32 = self.used.iter().sum();
-        let expected: f32 = self.reached.iter().zip(chance).map(|(n, chance)| n * chance).sum();
-        // How much more often this class is used than all classes at the same ages.
-        let factor = (used + GUESS) / (expected + GUESS);
-        let counts = self.used.iter().zip(&self.reached).zip(chance);
-        let mut chances = [0.0; NUM_BINS];
-        for (chance, ((used, reached), of_all)) in chances.iter_mut().zip(counts) {
-            *chance = share(*used, *reached, (factor * of_all).min(1.0), CLASS_GUESS);
-        }
-        self.rate = array::from_fn(|bin| best_rate(&chances, bin));
-    }
-}
+const UNSEEN: Observations = Observations { reached: [0.0; NUM_BINS], used: [0.0; NUM_BINS] };
 
 /// Counts of reuse, and the rates that follow.
 #[derive(Debug, Clone)]
 pub(super) struct Rates {
-    classes: Vec<Observations>,
-    /// Numbers of (class, bin) by ascending rate; only classes in use.
-    order: Vec<(f32, u32)>,
+    cells: Vec<Cell>,
+    numbers: HashMap<Features, u16>,
+    /// The chance of a use in each bin: of all contents, then of each expected time.
+    shapes: [Bins; NUM_SHAPES],
+    /// How much more often contents are used that have a grade of a feature.
+    effects: [[f32; NUM_GRADES]; NUM_FEATURES],
+    /// Numbers of (cell, bin) by ascending rate.
+    order: Vec<u64>,
 }
 
 impl Rates {
     pub(super) fn new() -> Self {
-        let zero = [0.0; NUM_BINS];
-        let seen = Observations { reached: zero, used: zero, rate: zero, in_use: false };
-        let order = Vec::with_capacity(NUM_CLASSES * NUM_BINS);
-        let mut rates = Self { classes: vec![seen; NUM_CLASSES], order };
-        rates.recompute();
-        rates
+        let (cells, numbers, order) = (Vec::new(), HashMap::new(), Vec::new());
+        let shapes = [[PRIOR; NUM_BINS]; NUM_SHAPES];
+        Self { cells, numbers, shapes, effects: [[1.0; NUM_GRADES]; NUM_FEATURES], order }
     }
 
     /// Returns the bytes of host memory.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
-        let [classes, order] = [list_bytes(&self.classes), list_bytes(&self.order)];
-        classes + order
+        use crate::num::list_bytes;
+        self.numbers.allocation_size() + list_bytes(&self.cells) + list_bytes(&self.order)
+    }
+
+    /// Returns the rates of a cell by bin.
+    #[cfg(test)]
+    pub(super) fn of(&self, cell: u16) -> (Features, [f64; NUM_BINS]) {
+        let cell = &self.cells[usize::from(cell)];
+        (cell.features, cell.rate)
+    }
+
+    pub(super) fn num_cells(&self) -> u32 {
+        to_u32(self.cells.len())
+    }
+
+    /// Returns the cell of features, after that of such content inside of a sequence.
+    pub(super) fn cell(&mut self, features: Features) -> u16 {
+        if let Some(known) = self.numbers.get(&features) {
+            return *known;
+        }
+        let inside = features.inside().map(|inside| self.cell(inside));
+        let new = u16::try_from(self.num_cells()).unwrap_or(u16::MAX);
+        if u32::from(new) >= CELLS_MAX {
+            return 0;
+        }
+        self.cells.push(Cell { features, inside, seen: UNSEEN, rate: [0.0; NUM_BINS] });
+        self.numbers.insert(features, new);
+        self.conclude(usize::from(new));
+        new
     }
 
     /// Counts `count` blocks that have reached a bin.
-    pub(super) fn reached(&mut self, class: u8, bin: u8, count: f32) {
-        let seen = &mut self.classes[usize::from(class)];
-        let reached = &mut seen.reached[usize::from(bin)];
-        *reached += count;
-        if *reached >= ENOUGH {
-            let counts = seen.reached.iter_mut().chain(&mut seen.used);
-            counts.for_each(|count| *count *= 0.5);
+    pub(super) fn reached(&mut self, cell: u16, bin: u8, count: f32) {
+        let Observations { reached, used } = &mut self.cells[usize::from(cell)].seen;
+        let in_bin = &mut reached[usize::from(bin)];
+        *in_bin += count;
+        if *in_bin >= ENOUGH {
+            reached.iter_mut().chain(used).for_each(|count| *count *= 0.5);
         }
     }
 
     /// Counts a use of a block.
-    pub(super) fn used(&mut self, class: u8, bin: u8) {
-        self.classes[usize::from(class)].used[usize::from(bin)] += 1.0;
+    pub(super) fn used(&mut self, cell: u16, bin: u8) {
+        self.cells[usize::from(cell)].seen.used[usize::from(bin)] += 1.0;
     }
 
-    /// Records that the class has candidates; returns whether that is new.
-    pub(super) fn take_in_use(&mut self, class: u8) -> bool {
-        !std::mem::replace(&mut self.classes[usize::from(class)].in_use, true)
-    }
-
-    /// Returns the highest rate of uses per request of waiting for a block of this class that was
+    /// Returns the highest rate of uses per request of waiting for a block of this cell that was
     /// just used.
-    pub(super) fn rate(&self, class: u8) -> f32 {
-        self.classes[usize::from(class)].rate[0]
+    pub(super) fn rate(&self, cell: u16) -> f64 {
+        self.cells[usize::from(cell)].rate[0]
     }
 
-    /// Recomputes the rates; returns the numbers of (class, bin) by ascending rate.
-    pub(super) fn recompute(&mut self) -> &[(f32, u32)] {
-        let guess = self.of_all_classes();
-        let Self { classes, order } = self;
-        order.clear();
-        let unseen = array::from_fn(|bin| best_rate(&guess, bin));
-        for seen in classes.iter_mut() {
-            if seen.reached[0] > 0.0 {
-                seen.conclude(&guess);
-            } else {
-                seen.rate = unseen;
-            }
-        }
-        // The last block cannot be found without the blocks before it.
-        let (inside, last) = classes.split_at_mut(NUM_CLASSES / 2);
-        for (last, inside) in last.iter_mut().zip(inside) {
-            for (last, inside) in last.rate.iter_mut().zip(&inside.rate) {
-                *last = last.min(*inside);
-            }
-        }
-        for (class, seen) in classes.iter().enumerate().filter(|(_, seen)| seen.in_use) {
-            let numbers = to_u32(class * NUM_BINS)..;
-            order.extend(seen.rate.iter().copied().zip(numbers));
-        }
-        order.sort_unstable_by(|(a, left), (b, right)| a.total_cmp(b).then(right.cmp(left)));
-        order
+    /// Recomputes the rates; returns the numbers of (cell, bin) by ascending rate.
+    pub(super) fn learn(&mut self) -> impl Iterator<Item = u32> {
+        self.learn_shapes();
+        self.learn_effects();
+        (0..self.cells.len()).for_each(|cell| self.conclude(cell));
+        let rates = self.cells.iter().flat_map(|cell| cell.rate);
+        // Positive numbers are in the order of their bits, of which the lower ones are noise.
+        let keys = rates
+            .zip(0_u32..)
+            .map(|(rate, number)| rate.to_bits() & !LOW | LOW ^ u64::from(number));
+        self.order.clear();
+        self.order.extend(keys);
+        self.order.sort_unstable();
+        self.order.iter().map(|key| u32::try_from(!key & LOW).unwrap_or(0))
     }
 
-    /// Returns the chance of a use in each bin, over all classes. A bin without observations is
-    /// assumed to be like the one before, so that the rate falls with age.
-    fn of_all_classes(&self) -> [f32; NUM_BINS] {
+    /// Computes the chance of a use in each bin, over all contents: a bin without observations is
+    /// assumed to be like the one before, so that the rate falls with age. Then that of each
+    /// expected time, which is assumed to be like that of all contents, times one factor.
+    fn learn_shapes(&mut self) {
+        let mut sums = [UNSEEN; NUM_SHAPES];
+        for Cell { features, seen, .. } in &self.cells {
+            sums[0].add(seen);
+            if features.shape() > 0 {
+                sums[features.shape()].add(seen);
+            }
+        }
         let mut before = PRIOR;
-        array::from_fn(|bin| {
-            let sum = |of: fn(&Observations) -> &[f32; NUM_BINS]| {
-                self.classes.iter().map(|seen| of(seen)[bin]).sum::<f32>()
-            };
-            before = share(sum(|seen| &seen.used), sum(|seen| &seen.reached), before, GUESS);
+        let all = array::from_fn(|bin| {
+            before = share(sums[0].used[bin], sums[0].reached[bin], before, GUESS);
             before
+        });
+        self.shapes = sums.map(|seen| seen.chances(&all, 1.0, TIMED_GUESS));
+        self.shapes[0] = all;
+    }
+
+    /// Estimates effects one after another, each with the others as they are then.
+    fn learn_effects(&mut self) {
+        // Uses of each cell, and those expected by what is known so far.
+        let expect = |cell: &Cell| cell.seen.against(&self.shapes[cell.features.shape()]);
+        let mut cells: Vec<_> = self.cells.iter().map(expect).collect();
+        for (feature, effects) in self.effects.iter_mut().enumerate() {
+            let grades = self.cells.iter().map(|cell| usize::from(cell.features.0[feature]));
+            let mut sums = [(0.0, 0.0); NUM_GRADES];
+            for (grade, (used, expected)) in grades.clone().zip(&cells) {
+                sums[grade] = (sums[grade].0 + used, sums[grade].1 + expected);
+            }
+            *effects = sums.map(|(used, expected)| (used + GUESS) / (expected + GUESS));
+            for (grade, (_, expected)) in grades.zip(&mut cells) {
+                *expected *= effects[grade];
+            }
+        }
+    }
+
+    /// Computes the rates of a cell. A last block ranks lower than one inside, because it cannot be
+    /// found without the blocks before it.
+    fn conclude(&mut self, cell: usize) {
+        let Cell { features, inside, ref seen, .. } = self.cells[cell];
+        let shape = &self.shapes[features.shape()];
+        let effects = self.effects.iter().zip(features.0);
+        let factor: f32 = effects.map(|(of, grade)| of[usize::from(grade)]).product();
+        let (used, expected) = seen.against(shape);
+        let factor = factor * (used + GUESS) / (expected * factor + GUESS);
+        let mut rate = best_rates(&seen.chances(shape, factor, SHAPE_GUESS));
+        if let Some(inside) = inside {
+            let inside = self.cells[usize::from(inside)].rate;
+            rate.iter_mut().zip(inside).for_each(|(rate, inside)| *rate = rate.min(inside) * BELOW);
+        }
+        self.cells[cell].rate = rate;
+    }
+}
+
+impl Observations {
+    fn add(&mut self, other: &Self) {
+        self.reached.iter_mut().zip(other.reached).for_each(|(sum, other)| *sum += other);
+        self.used.iter_mut().zip(other.used).for_each(|(sum, other)| *sum += other);
+    }
+
+    /// Returns the uses, and those that a shape lets expect.
+    fn against(&self, shape: &Bins) -> (f32, f32) {
+        let expected = self.reached.iter().zip(shape).map(|(reached, chance)| reached * chance);
+        (self.used.iter().sum(), expected.sum())
+    }
+
+    /// Returns the chance of a use in each bin, drawn to a shape times a factor.
+    fn chances(&self, shape: &Bins, factor: f32, weight: f32) -> Bins {
+        array::from_fn(|bin| {
+            let guess = (factor * shape[bin]).min(1.0);
+            share(self.used[bin], self.reached[bin], guess, weight).min(1.0)
         })
     }
 }
@@ -212,91 +255,51 @@ fn share(events: f32, of: f32, guess: f32, weight: f32) -> f32 {
     (events + weight * guess) / (of + weight)
 }
 
-/// Returns the Gittins index of a block in the middle of a bin: the highest ratio, over all times
-/// to evict it, of the chance that it is used before to the expected time until then.
-fn best_rate(chance: &[f32; NUM_BINS], bin: usize) -> f32 {
-    let (mut alive, mut waited) = (1.0_f32, 0.0_f32);
-    // Chance and time of the best so far; ratios are compared without a division.
-    let mut best = (0.0_f32, 1.0_f32);
-    // Half of the first bin has passed.
-    let mut part = 0.5;
-    for (chance, width) in chance.iter().zip(&WIDTH).skip(bin) {
-        let left = alive * (1.0 - (part * chance).min(1.0));
-        waited += part * width * 0.5 * (alive + left);
-        alive = left;
-        if (1.0 - alive) * best.1 > best.0 * waited {
-            best = (1.0 - alive, waited);
-        }
-        part = 1.0;
-    }
-    best.0 / best.1
+/// Waiting for a use over some time: per block that begins it, the uses, the requests waited, and
+/// the blocks left unused.
+#[derive(Debug, Clone, Copy)]
+struct Wait {
+    uses: f64,
+    requests: f64,
+    left: f64,
 }
 
-/// Returns the number of (class, bin).
-pub(super) fn number(class: u8, bin: u8) -> u32 {
-    to_u32(usize::from(class) * NUM_BINS + usize::from(bin))
-}
-
-/// Returns the count of numbers of (class, bin).
-pub(super) const fn num_numbers() -> u32 {
-    // 2842; `to_usize` is the only conversion available in constants.
-    const NUMBERS: u32 = 2842;
-    const _: () = assert!(to_usize(NUMBERS) == NUM_CLASSES * NUM_BINS, "one for each");
-    NUMBERS
-}
-
-#[cfg(test)]
-mod tests {
-    #![expect(clippy::float_cmp, reason = "small whole numbers are exact")]
-    use super::*;
-
-    #[test]
-    fn bins_are_as_wide_as_they_say() {
-        for (bin, width) in WIDTH.iter().enumerate() {
-            let begin = f32::from(BEGIN[bin]);
-            let end = BEGIN.get(bin + 1).map_or(2.0 * begin, |end| f32::from(*end));
-            assert_eq!(end - begin, *width, "bin {bin}");
-        }
+impl Wait {
+    fn new(chance: f64, width: f64) -> Self {
+        let left = 1.0 - chance;
+        Self { uses: chance, requests: width * 0.5 * (1.0 + left), left }
     }
 
-    #[test]
-    fn an_age_is_in_the_bin_that_began_last() {
-        for age in 0..40_000 {
-            let bin = bin_of(age);
-            assert!(bin_begin(bin) <= age && age < bin_begin(bin + 1), "{age} in bin {bin}");
-        }
-        assert_eq!(usize::from(bin_of(u32::MAX)), NUM_BINS - 1);
-    }
-
-    #[test]
-    fn every_class_is_in_range() {
-        for (uses, turn) in (0..=u8::MAX).flat_map(|uses| (0..30).map(move |turn| (uses, turn))) {
-            for is_last in [false, true] {
-                assert!(usize::from(class(uses, turn, is_last)) < NUM_CLASSES);
+    /// Returns the wait that goes on as long as that raises the uses per request, and how many of
+    /// the later waits are left; the next later one is the last.
+    fn extend(mut self, later: &[Self]) -> (Self, usize) {
+        let before = later.len();
+        for (more, left) in later.iter().rev().zip((0..before).rev()) {
+            if more.uses * self.requests <= self.uses * more.requests {
+                return (self, left + 1);
             }
+            self.uses += self.left * more.uses;
+            self.requests += self.left * more.requests;
+            self.left *= more.left;
         }
+        (self, 0)
     }
+}
 
-    #[test]
-    fn without_observations_the_rate_falls_with_age() {
-        let rates = Rates::new();
-        let rate = rates.classes[0].rate;
-        assert!(rate.is_sorted_by(|young, old| young > old), "{rate:?}");
+/// Returns the Gittins index of a block in the middle of each bin: the highest ratio, over all times
+/// to evict it, of the chance that it is used before to the expected time until then.
+pub(super) fn best_rates(chances: &Bins) -> [f64; NUM_BINS] {
+    let mut rates = [0.0; NUM_BINS];
+    // Waits that follow each other, the first one last, each with more uses per request than those after it.
+    let mut later = Vec::with_capacity(NUM_BINS);
+    for bin in (0..NUM_BINS).rev() {
+        let (chance, width) = (f64::from(chances[bin]), f64::from(width(bin)));
+        // Half of the bin has passed.
+        let (rest, _) = Wait::new(0.5 * chance, 0.5 * width).extend(&later);
+        rates[bin] = rest.uses / rest.requests;
+        let (whole, len) = Wait::new(chance, width).extend(&later);
+        later.truncate(len);
+        later.push(whole);
     }
-
-    #[test]
-    fn a_pause_is_worth_waiting_for() {
-        let mut rates = Rates::new();
-        // Half of all blocks are used again, between 64 and 91 requests later and never else.
-        let pause = 13;
-        for bin in 0..29 {
-            rates.reached(0, bin, if bin <= pause { 10_000.0 } else { 5_000.0 });
-        }
-        (0..5_000).for_each(|_| rates.used(0, pause));
-        rates.recompute();
-        let rate = rates.classes[0].rate;
-        assert!(rate[8] > rate[0], "the nearer the pause's end, the better: {rate:?}");
-        assert!(rate[12] > rate[8]);
-        assert!(rate[14] < rate[0] / 10.0, "after the pause, waiting is not worthwhile: {rate:?}");
-    }
+    rates
 }
