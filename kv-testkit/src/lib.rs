@@ -49,6 +49,7 @@ pub mod store;
 mod suite;
 pub mod tokens;
 pub mod tolerance;
+pub mod traces;
 mod vectors;
 
 pub use case::{Case, CaseError, Outcome};

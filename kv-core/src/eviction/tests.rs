@@ -14,7 +14,7 @@ fn snapshots_are_evicted_by_recency_beside_rates() {
     );
 }
 
-use crate::num::{to_u32, to_u64, to_usize};
+use crate::num::to_usize;
 
 const NUM_BLOCKS: u32 = 6;
 
@@ -224,69 +224,6 @@ proptest! {
                 assert_eq!(evicted.as_ref().map(key), model.least(key));
             }
         });
-    }
-}
-
-/// Simulates conversations with pauses and repeated prompts among documents that are never reused,
-/// and returns the share of block hits in thousandths.
-fn hits_per_mille(policy: Eviction, num_blocks: u32) -> u64 {
-    let clock: Arc<dyn Clock> = Arc::new(ManualClock::new());
-    let mut policy = policy.policy(num_blocks, &clock);
-    let mut random = 7_u64;
-    let mut below = |n: u64| {
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (random >> 33) % n
-    };
-    let mut due: Vec<(u64, Vec<u64>)> = Vec::new();
-    let (mut resident, mut held) = (std::collections::HashMap::new(), vec![0; 4096]);
-    let (mut empty, mut next, mut hits, mut total) = (0, 0, 0_u64, 0_u64);
-    for now in 0..3000_u64 {
-        let at = due.iter().position(|(when, _)| *when <= now);
-        let mut prompt = at.map_or_else(|| vec![below(3)], |at| due.swap_remove(at).1);
-        let new = if below(2) == 0 { 1 + below(3) } else { 8 + below(16) };
-        prompt.extend((0..new).map(|n| 100 + next + n));
-        next += new;
-        if new < 4 && below(4) > 0 {
-            due.push((now + 15 + below(60), prompt.clone()));
-        }
-        prompt.truncate(40);
-        policy.tick();
-        total += to_u64(prompt.len());
-        let found = prompt.iter().take_while(|key| resident.contains_key(*key)).count();
-        hits += to_u64(found);
-        for key in prompt.iter().filter(|key| resident.contains_key(*key)) {
-            policy.reused(resident[key]);
-        }
-        for (index, key) in prompt.iter().enumerate() {
-            if resident.contains_key(key) {
-                continue;
-            }
-            let block = if empty < num_blocks {
-                empty += 1;
-                BlockId(empty - 1)
-            } else {
-                let block = policy.evict().expect("a prompt is shorter than the pool");
-                resident.remove(&held[to_usize(block.0)]);
-                block
-            };
-            held[to_usize(block.0)] = *key;
-            resident.insert(*key, block);
-            let parent = index.checked_sub(1).map(|at| BlockKey(u128::from(prompt[at])));
-            let (key, index) = (BlockKey(u128::from(*key)), to_u32(index));
-            policy.stored(block, &BlockInfo { key, parent, index, priority: Priority::default() });
-        }
-        prompt.iter().rev().for_each(|key| policy.idle(resident[key]));
-    }
-    hits * 1000 / total
-}
-
-#[test]
-fn the_default_finds_no_less_than_lru() {
-    for (num_blocks, gain) in [(64, 10), (256, 20), (512, 8), (1024, 0), (4096, 0)] {
-        let [lru, default] =
-            [Eviction::Lru, Eviction::ReuseRate].map(|policy| hits_per_mille(policy, num_blocks));
-        println!("{num_blocks}: {lru} {default}");
-        assert!(default >= lru + gain, "{num_blocks} blocks: {default} against {lru}");
     }
 }
 
