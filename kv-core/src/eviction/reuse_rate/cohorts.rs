@@ -17,9 +17,6 @@ const REQUESTS: u32 = 16_384;
 /// The bin of everything older.
 const LAST_BIN: u8 = 28;
 
-/// No cohort, and no place.
-const NONE: u32 = u32::MAX;
-
 #[derive(Debug, Clone, Copy)]
 struct Cohort {
     /// The cell that is counted, and the rank of the candidates.
@@ -41,7 +38,7 @@ pub(super) struct Cohorts {
     with_candidates: Lists,
     /// Places in the order of eviction at which there may be a candidate.
     filled: BitSet,
-    /// The place of each number: a level, or a (rank, bin). And the number at each place.
+    /// The place of each (rank, bin), and the number of the (rank, bin) at each place.
     place: Vec<u32>,
     at_place: Vec<u32>,
     now: u32,
@@ -56,25 +53,27 @@ pub(super) struct Spot {
     pub(super) since: u32,
 }
 
-/// Lists of candidates before those of cohorts, and numbers before those of (rank, bin).
+/// Lists of candidates before those of ranks and cohorts: one for each level. Places in the order
+/// of eviction are lower levels, (rank, bin) from here on, and higher levels.
 const LEVELS: u32 = 256;
 const COHORTS: u32 = LEVELS + CELLS_MAX;
+const HIGHER: u32 = LEVELS + CELLS_MAX * BINS;
+const BINS: u32 = 29;
+const _: () = assert!(to_usize(BINS) == NUM_BINS, "a place for each bin");
 
 impl Cohorts {
     pub(super) fn new(num_blocks: u32) -> Self {
-        let mut new = Self {
+        Self {
             all: Vec::new(),
             of_request: vec![Vec::new(); to_usize(REQUESTS)],
             free: Vec::new(),
             candidates: Lists::new(num_blocks, COHORTS),
-            with_candidates: Lists::new(0, LEVELS),
-            filled: BitSet::new(0),
-            place: vec![NONE; to_usize(LEVELS)],
+            with_candidates: Lists::new(0, 0),
+            filled: BitSet::new(HIGHER + LEVELS),
+            place: Vec::new(),
             at_place: Vec::new(),
             now: 0,
-        };
-        new.rank(std::iter::empty());
-        new
+        }
     }
 
     /// Returns the bytes of host memory.
@@ -158,27 +157,25 @@ impl Cohorts {
 
     /// Returns the list of candidates of a spot, which is going to have one.
     pub(super) fn open(&mut self, Spot { level, rank, since }: Spot) -> u32 {
-        let (list, number) = if level != Priority::DEFAULT_LEVEL {
-            (u32::from(level), u32::from(level))
+        let (list, place) = if level != Priority::DEFAULT_LEVEL {
+            let first = if level < Priority::DEFAULT_LEVEL { 0 } else { HIGHER };
+            (u32::from(level), first + u32::from(level))
         } else if self.age(since) >= REQUESTS {
-            (LEVELS + u32::from(rank), number(rank, LAST_BIN))
+            (LEVELS + u32::from(rank), self.place(rank, LAST_BIN))
         } else {
             let cohort = self.find_or_add(since, rank);
-            let number = number(rank, bin_of(self.age(since)));
+            let bin = bin_of(self.age(since));
             if !self.with_candidates.contains(cohort) {
-                self.with_candidates.push_back(number, cohort);
+                self.with_candidates.push_back(number(rank, bin), cohort);
             }
-            (COHORTS + cohort, number)
+            (COHORTS + cohort, self.place(rank, bin))
         };
-        self.fill(number);
+        self.filled.set(place, true);
         list
     }
 
-    fn fill(&mut self, number: u32) {
-        let place = self.place[to_usize(number)];
-        if place != NONE {
-            self.filled.set(place, true);
-        }
+    fn place(&self, rank: u16, bin: u8) -> u32 {
+        self.place[to_usize(number(rank, bin))]
     }
 
     /// Begins a request: cohorts that are old enough move to the next bin.
@@ -212,14 +209,14 @@ impl Cohorts {
         } else {
             self.with_candidates.push_back(number(cell, bin), at);
         }
-        self.fill(number(cell, bin));
+        self.filled.set(self.place(cell, bin), true);
     }
 
     /// Returns the candidate that is evicted next.
     pub(super) fn next(&mut self) -> Option<u32> {
         loop {
             let place = self.filled.first()?;
-            let found = self.front(self.at_place[to_usize(place)]);
+            let found = self.front(place);
             if found.is_some() {
                 return found;
             }
@@ -227,12 +224,14 @@ impl Cohorts {
         }
     }
 
-    /// Returns the first candidate of a number.
-    fn front(&mut self, number: u32) -> Option<u32> {
-        let Some(of_cells) = number.checked_sub(LEVELS) else {
-            return self.candidates.front(number);
+    /// Returns the first candidate of a place.
+    fn front(&mut self, place: u32) -> Option<u32> {
+        let number =
+            place.checked_sub(LEVELS).and_then(|at| self.at_place.get(to_usize(at)).copied());
+        let Some(number) = number else {
+            return self.candidates.front(place.checked_sub(HIGHER).unwrap_or(place));
         };
-        let (rank, bin) = (of_cells / to_u32(NUM_BINS), of_cells % to_u32(NUM_BINS));
+        let (rank, bin) = (number / BINS, number % BINS);
         if bin == u32::from(LAST_BIN) {
             return self.candidates.front(LEVELS + rank);
         }
@@ -246,35 +245,31 @@ impl Cohorts {
         None
     }
 
-    /// Adds cells, of which no candidate is found before the next [`Self::rank`]. Returns whether
-    /// there are more now.
-    pub(super) fn add_cells(&mut self, num_cells: u32) -> bool {
-        let before = self.place.len();
-        self.place.resize(to_usize(LEVELS) + to_usize(num_cells) * NUM_BINS, NONE);
-        for _ in before..self.place.len() {
+    /// Adds cells, whose candidates are evicted after those of other cells before the next
+    /// [`Self::rank`].
+    pub(super) fn add_cells(&mut self, num_cells: u32) {
+        for number in to_u32(self.place.len())..num_cells * BINS {
             self.with_candidates.add_list();
+            self.place.push(LEVELS + number);
+            self.at_place.push(number);
         }
-        before < self.place.len()
     }
 
-    /// Installs a new order of rates, with every (rank, bin), between lower and higher levels.
+    /// Installs a new order of rates, with every (rank, bin).
     pub(super) fn rank(&mut self, order: impl Iterator<Item = u32>) {
-        let default = u32::from(Priority::DEFAULT_LEVEL);
         self.at_place.clear();
-        self.at_place.extend((0..default).chain(order.map(|number| LEVELS + number)));
-        self.at_place.extend(default..LEVELS);
-        self.filled = BitSet::new(to_u32(self.at_place.len()));
-        for place in 0..self.at_place.len() {
-            let number = self.at_place[place];
-            self.place[to_usize(number)] = to_u32(place);
-            if self.front(number).is_some() {
-                self.filled.set(to_u32(place), true);
-            }
+        self.at_place.extend(order);
+        for (number, place) in self.at_place.iter().zip(LEVELS..) {
+            self.place[to_usize(*number)] = place;
+        }
+        for place in LEVELS..LEVELS + to_u32(self.at_place.len()) {
+            let is_filled = self.front(place).is_some();
+            self.filled.set(place, is_filled);
         }
     }
 }
 
 /// Returns the number of (rank, bin).
 fn number(rank: u16, bin: u8) -> u32 {
-    LEVELS + u32::from(rank) * to_u32(NUM_BINS) + u32::from(bin)
+    u32::from(rank) * BINS + u32::from(bin)
 }

@@ -199,7 +199,7 @@ impl Contents {
     }
 
     fn bucket(&self, key: u32) -> usize {
-        usize::try_from(u64::from(key) * to_u64(self.buckets.len()) >> 32).unwrap_or(0)
+        usize::try_from((u64::from(key) * to_u64(self.buckets.len())) >> 32).unwrap_or(0)
     }
 }
 

@@ -37,6 +37,9 @@ use crate::ids::BlockId;
 const LESSONS_SHARE: u32 = 32;
 const LESSONS_INTERVAL_MAX: u32 = 128;
 
+/// Requests after which rates are recomputed at the latest when content has new features.
+const LESSON_DELAY_MAX: u32 = 4;
+
 /// Unknown blocks of a request that are told apart.
 const RUN_MAX: u8 = 32;
 
@@ -45,9 +48,9 @@ const RUN_MAX: u8 = 32;
 /// least recently used first.
 ///
 /// Each call takes O(1), or O(log n) with durations of priorities; the beginning of a request takes
-/// additional time that depends on its own blocks and, every 128 requests or when content has new
-/// features, on the number of combinations of features seen. Four evicted contents per block are
-/// remembered, and 32,768 at least. The policy takes 96 bytes for each block, 1 MB in a small pool,
+/// additional time that depends on its own blocks and, every 128 requests, on the number of
+/// combinations of features seen. Four evicted contents per block are
+/// remembered, and 32,768 at least. The policy takes 94 bytes for each block, a megabyte in a small pool,
 /// allocated at once, and some for each of the last 16,384 requests.
 #[derive(Debug)]
 pub struct ReuseRate {
@@ -56,7 +59,7 @@ pub struct ReuseRate {
     cohorts: Cohorts,
     rates: Rates,
     requests: u32,
-    /// Requests until rates are recomputed; 0 if they are at the next request.
+    /// Requests until rates are recomputed.
     until_lesson: u32,
     released: Released,
     /// The block about to become idle, and the grade of what its sequence said.
@@ -104,27 +107,25 @@ impl ReuseRate {
 
     /// Returns the statistics of new content after `parent`, which it continues.
     fn follow(&mut self, parent: u32) -> Content {
-        let status = Status::Used { run: 1, gap: 0 };
-        let new = Content { uses: 1, turn: 1, continuations: 0, status };
-        let found = self.contents.find(parent);
-        let Some((at, before)) = found.and_then(|at| Some((at, self.contents.get(at)?))) else {
-            return new;
-        };
-        let continuations = before.continuations + 1;
-        self.contents.set(at, Content { continuations, ..before });
-        let later = Content { turn: before.turn + 1, ..new };
-        match before.status {
+        let known = self.contents.find(parent).and_then(|at| Some((at, self.contents.get(at)?)));
+        let (turn, run, gap) = match known.map(|(_, before)| (before.turn + 1, before)) {
+            None => (1, 1, 0),
             // Of the same request.
-            Status::Used { run: run @ 1.., gap } => {
-                let status = Status::Used { run: (run + 1).min(RUN_MAX), gap };
-                Content { turn: before.turn, status, ..new }
+            Some((_, Content { turn, status: Status::Used { run: run @ 1.., gap }, .. })) => {
+                (turn, (run + 1).min(RUN_MAX), gap)
             }
-            Status::Used { gap, .. } if before.continuations <= 1 => {
-                Content { status: Status::Used { run: 1, gap }, ..later }
-            }
+            Some((
+                later,
+                Content { continuations: 0..=1, status: Status::Used { gap, .. }, .. },
+            )) => (later, 1, gap),
             // Shared content says nothing of this conversation.
-            _ => later,
+            Some((later, _)) => (later, 1, 0),
+        };
+        if let Some((at, before)) = known {
+            let continuations = before.continuations + 1;
+            self.contents.set(at, Content { continuations, ..before });
         }
+        Content { uses: 1, turn, continuations: 0, status: Status::Used { run, gap } }
     }
 
     /// Ends the time in which content aged, and counts its use if `is_used`; returns its age.
@@ -161,9 +162,11 @@ impl ReuseRate {
         released.request.turn = released.request.turn.max(content.turn);
         let features =
             Features::new(content, is_last, Request { hint: request.hint, ..released.request });
+        let before = self.rates.num_cells();
         let cell = self.rates.cell(features);
-        if self.cohorts.add_cells(self.rates.num_cells()) {
-            self.until_lesson = 0;
+        if self.rates.num_cells() > before {
+            self.cohorts.add_cells(self.rates.num_cells());
+            self.until_lesson = self.until_lesson.min(LESSON_DELAY_MAX);
         }
         let behind = released.rank.filter(|rank| self.rates.rate(cell) < self.rates.rate(*rank));
         let rank = behind.unwrap_or(cell);
@@ -216,11 +219,8 @@ impl EvictionPolicy for ReuseRate {
         let keys = [short_key(info.key), info.parent.map_or(0, short_key)];
         // A copy of content that another block has counts as new.
         let gone = self.contents.find(keys[0]).filter(|slot| !self.contents.is_held(*slot));
-        let known = gone.and_then(|slot| {
-            let content = self.use_again(slot, true);
-            self.contents.remove(slot);
-            content
-        });
+        let known = gone.and_then(|slot| self.use_again(slot, true));
+        gone.map(|slot| self.contents.remove(slot));
         let content = known.unwrap_or_else(|| self.follow(keys[1]));
         self.contents.insert(block.0, keys, content);
     }
@@ -269,9 +269,6 @@ impl EvictionPolicy for ReuseRate {
     }
 
     fn set_priority(&mut self, block: BlockId, priority: Priority) {
-        if self.contents.get(block.0).is_none() {
-            return;
-        }
         let before = self.levels.level(block.0);
         self.levels.end(block.0);
         self.levels.set(block.0, priority);
@@ -286,14 +283,7 @@ impl EvictionPolicy for ReuseRate {
             self.cohorts.remove(block);
             self.place(block);
         }
-        let is_low = |block: &u32| self.levels.level(*block) <= Priority::DEFAULT_LEVEL;
-        let mut next = self.cohorts.next();
-        if self.until_lesson == 0 && !next.as_ref().is_some_and(is_low) {
-            // Candidates of new cells have no place yet.
-            self.learn();
-            next = self.cohorts.next();
-        }
-        let block = next?;
+        let block = self.cohorts.next()?;
         self.remove(block);
         Some(BlockId(block))
     }

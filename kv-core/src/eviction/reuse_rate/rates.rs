@@ -65,8 +65,6 @@ pub(super) fn width(bin: usize) -> f32 {
 #[derive(Debug, Clone, Copy)]
 struct Cell {
     features: Features,
-    /// The cell of such content inside of a sequence, if a sequence ends with this one.
-    inside: Option<u16>,
     seen: Observations,
     /// Expected uses per space, by bin: see [`Rates::rate`].
     rate: [f64; NUM_BINS],
@@ -120,17 +118,16 @@ impl Rates {
         to_u32(self.cells.len())
     }
 
-    /// Returns the cell of features, after that of such content inside of a sequence.
+    /// Returns the cell of features.
     pub(super) fn cell(&mut self, features: Features) -> u16 {
         if let Some(known) = self.numbers.get(&features) {
             return *known;
         }
-        let inside = features.inside().map(|inside| self.cell(inside));
         let new = u16::try_from(self.num_cells()).unwrap_or(u16::MAX);
         if u32::from(new) >= CELLS_MAX {
             return 0;
         }
-        self.cells.push(Cell { features, inside, seen: UNSEEN, rate: [0.0; NUM_BINS] });
+        self.cells.push(Cell { features, seen: UNSEEN, rate: [0.0; NUM_BINS] });
         self.numbers.insert(features, new);
         self.conclude(usize::from(new));
         new
@@ -214,18 +211,23 @@ impl Rates {
     /// Computes the rates of a cell. A last block ranks lower than one inside, because it cannot be
     /// found without the blocks before it.
     fn conclude(&mut self, cell: usize) {
-        let Cell { features, inside, ref seen, .. } = self.cells[cell];
+        let Cell { features, ref seen, .. } = self.cells[cell];
+        let mut rate = self.rates(features, seen);
+        if let Some(inside) = features.inside() {
+            let known = self.numbers.get(&inside).map(|cell| self.cells[usize::from(*cell)].rate);
+            let inside = known.unwrap_or_else(|| self.rates(inside, &UNSEEN));
+            rate.iter_mut().zip(inside).for_each(|(rate, inside)| *rate = rate.min(inside) * BELOW);
+        }
+        self.cells[cell].rate = rate;
+    }
+
+    fn rates(&self, features: Features, seen: &Observations) -> [f64; NUM_BINS] {
         let shape = &self.shapes[features.shape()];
         let effects = self.effects.iter().zip(features.0);
         let factor: f32 = effects.map(|(of, grade)| of[usize::from(grade)]).product();
         let (used, expected) = seen.against(shape);
         let factor = factor * (used + GUESS) / (expected * factor + GUESS);
-        let mut rate = best_rates(&seen.chances(shape, factor, SHAPE_GUESS));
-        if let Some(inside) = inside {
-            let inside = self.cells[usize::from(inside)].rate;
-            rate.iter_mut().zip(inside).for_each(|(rate, inside)| *rate = rate.min(inside) * BELOW);
-        }
-        self.cells[cell].rate = rate;
+        best_rates(&seen.chances(shape, factor, SHAPE_GUESS))
     }
 }
 
