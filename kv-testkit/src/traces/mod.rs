@@ -10,28 +10,6 @@ pub type Prompt = Vec<u32>;
 /// A range of lengths, in blocks.
 type Length = (u32, u32);
 
-/// Names of the traces, for [`generate`].
-pub const KINDS: [&str; 18] = [
-    "loop",
-    "loops2",
-    "scanhot",
-    "burstscan",
-    "phases",
-    "zipfsys",
-    "zipfdrift",
-    "chat",
-    "chatslow",
-    "agent",
-    "agentmix",
-    "flip",
-    "gapflip",
-    "mix",
-    "rag",
-    "unique",
-    "recency",
-    "recexp",
-];
-
 /// Conversations that begin at random times, and pause between their turns. The unit of time is the
 /// mean time from a beginning to the next, times [`Talk::starts`].
 #[derive(Debug, Clone, Copy)]
@@ -62,125 +40,6 @@ const CHAT: Talk = Talk {
     phase: usize::MAX,
 };
 
-/// Returns the requests of a trace: the same for the same seed, on every machine.
-///
-/// # Panics
-/// If the kind is not one of [`KINDS`].
-pub fn generate(kind: &str, seed: u64) -> Vec<Prompt> {
-    let mut all = Requests { rng: Rng::new(seed), next: 0, prompts: Vec::new() };
-    match kind {
-        "loop" => {
-            let documents = all.documents(400, (4, 26));
-            all.repeat(8000, &documents);
-        }
-        "loops2" => {
-            let loops = [90, 1500].map(|count| all.documents(count, (4, 26)));
-            let mut loops = loops.each_ref().map(|documents| documents.iter().cycle());
-            for _ in 0..12_000 {
-                let which = usize::from(all.rng.unit() >= 0.4);
-                all.prompts.extend(loops[which].next().cloned());
-            }
-        }
-        "scanhot" => {
-            let (hot, popularity) = (all.documents(300, (5, 25)), Zipf::new(300, 0.8));
-            for _ in 0..10_000 {
-                if all.rng.one_in(2) {
-                    all.ask(&hot, &popularity, (1, 2))
-                } else {
-                    all.scan((5, 60))
-                }
-            }
-        }
-        "burstscan" => {
-            let (hot, popularity) = (all.documents(120, (5, 25)), Zipf::new(120, 0.6));
-            for at in 0..12_000 {
-                if at % 1500 < 300 {
-                    all.scan((20, 60))
-                } else {
-                    all.ask(&hot, &popularity, (1, 1))
-                }
-            }
-        }
-        "phases" => (0..2).for_each(|_| all.phases(1500)),
-        "zipfsys" => {
-            let (prompts, popularity) = (all.documents(600, (2, 20)), Zipf::new(600, 1.0));
-            (0..12_000).for_each(|_| all.ask(&prompts, &popularity, (1, 8)));
-        }
-        "zipfdrift" => {
-            let (mut prompts, popularity) = (all.documents(400, (2, 20)), Zipf::new(400, 0.9));
-            for at in 0..12_000 {
-                if at % 20 == 0 {
-                    let old = all.rng.below(400) as usize;
-                    prompts[old] = all.fresh((2, 20));
-                }
-                all.ask(&prompts, &popularity, (1, 4));
-            }
-        }
-        "chat" => all.talk(12_000, CHAT),
-        "chatslow" => {
-            let goes_on = |_, _| 0.5;
-            let pause = (600.0, 1.0, 0.5);
-            let (first, later) = ((2, 16), (1, 6));
-            all.talk(
-                12_000,
-                Talk { starts: 0.5, root: 0, pause, first, later, once: 0.2, goes_on, ..CHAT },
-            );
-        }
-        "agent" => all.talk(12_000, AGENT),
-        "agentmix" => {
-            let goes_on = |turn, _| if turn == 1 { 0.5 } else { 0.9 };
-            let pause = (30.0, 1.6, 1.0);
-            all.talk(12_000, Talk { starts: 0.25, root: 4, pause, once: 0.2, goes_on, ..AGENT });
-        }
-        "flip" => {
-            let goes_on = |turn, phase: usize| match (phase % 2, turn) {
-                (0, 1) => 0.2,
-                (0, _) => 0.9,
-                (_, 1) => 0.7,
-                _ => 0.05,
-            };
-            let pause = (120.0, 0.6, 0.5);
-            let (first, later) = ((3, 20), (1, 5));
-            let talk = Talk {
-                starts: 0.45,
-                root: 0,
-                pause,
-                first,
-                later,
-                once: 0.0,
-                goes_on,
-                phase: 1500,
-            };
-            all.talk(12_000, talk);
-        }
-        "gapflip" => {
-            let goes_on = |turn: u32, phase: usize| {
-                if (turn as usize + phase).is_multiple_of(2) { 0.75 } else { 0.5 }
-            };
-            let pause = (80.0, 1.2, 0.0);
-            let (first, later) = ((3, 20), (1, 5));
-            let talk = Talk {
-                starts: 0.35,
-                root: 0,
-                pause,
-                first,
-                later,
-                once: 0.1,
-                goes_on,
-                phase: 1000,
-            };
-            all.talk(12_000, talk);
-        }
-        "mix" => all.mix(),
-        "rag" => all.questions(12_000),
-        "unique" => (0..4000).for_each(|_| all.scan((1, 40))),
-        "recency" => all.walk(0.8, 0.0, |at| at.powf(-1.3)),
-        "recexp" => all.walk(0.6, 0.5, |at| 1.0 - 40.0 * at.ln()),
-        _ => panic!("no trace {kind}"),
-    }
-    all.prompts
-}
-
 const AGENT: Talk = Talk {
     starts: 0.08,
     root: 6,
@@ -191,6 +50,92 @@ const AGENT: Talk = Talk {
     goes_on: |turn, _| if turn < 4 { 0.9 } else { 0.95 },
     phase: usize::MAX,
 };
+
+const CHAT_SLOW: Talk = Talk {
+    starts: 0.5,
+    root: 0,
+    pause: (600.0, 1.0, 0.5),
+    first: (2, 16),
+    later: (1, 6),
+    once: 0.2,
+    goes_on: |_, _| 0.5,
+    ..CHAT
+};
+
+const AGENT_MIX: Talk = Talk {
+    starts: 0.25,
+    root: 4,
+    pause: (30.0, 1.6, 1.0),
+    once: 0.2,
+    goes_on: |turn, _| if turn == 1 { 0.5 } else { 0.9 },
+    ..AGENT
+};
+
+/// First turns and later ones swap what they mean for another.
+const FLIP: Talk = Talk {
+    starts: 0.45,
+    root: 0,
+    pause: (120.0, 0.6, 0.5),
+    first: (3, 20),
+    later: (1, 5),
+    once: 0.0,
+    goes_on: |turn, phase| match (phase % 2, turn) {
+        (0, 1) => 0.2,
+        (0, _) => 0.9,
+        (_, 1) => 0.7,
+        _ => 0.05,
+    },
+    phase: 1500,
+};
+
+/// The same of even and odd turns, whose gaps do not differ.
+const GAP_FLIP: Talk = Talk {
+    starts: 0.35,
+    pause: (80.0, 1.2, 0.0),
+    once: 0.1,
+    goes_on: |turn, phase| if (turn as usize + phase).is_multiple_of(2) { 0.75 } else { 0.5 },
+    phase: 1000,
+    ..FLIP
+};
+
+/// Adds the requests of a trace.
+type Make = fn(&mut Requests);
+
+/// Every trace: its name, and how it is made.
+const TRACES: [(&str, Make); 18] = [
+    ("loop", |all| all.cycle(400, 8000)),
+    ("loops2", Requests::two_loops),
+    ("scanhot", |all| all.scans((300, 0.8), (5, 60), 10_000, |rng, _| rng.one_in(2))),
+    ("burstscan", |all| all.scans((120, 0.6), (20, 60), 12_000, |_, at| at % 1500 < 300)),
+    ("phases", |all| (0..2).for_each(|_| all.phases(1500))),
+    ("zipfsys", |all| all.templates(600, 1.0, (1, 8), 12_000)),
+    ("zipfdrift", |all| all.drift(12_000)),
+    ("chat", |all| all.talk(12_000, CHAT)),
+    ("chatslow", |all| all.talk(12_000, CHAT_SLOW)),
+    ("agent", |all| all.talk(12_000, AGENT)),
+    ("agentmix", |all| all.talk(12_000, AGENT_MIX)),
+    ("flip", |all| all.talk(12_000, FLIP)),
+    ("gapflip", |all| all.talk(12_000, GAP_FLIP)),
+    ("mix", Requests::mix),
+    ("rag", |all| all.questions(12_000)),
+    ("unique", |all| (0..4000).for_each(|_| all.scan((1, 40)))),
+    ("recency", |all| all.walk(0.8, 0.0, |at| at.powf(-1.3))),
+    ("recexp", |all| all.walk(0.6, 0.5, |at| 1.0 - 40.0 * at.ln())),
+];
+
+/// Returns the names of the traces, for [`generate`].
+pub fn kinds() -> impl Iterator<Item = &'static str> {
+    TRACES.iter().map(|(name, _)| *name)
+}
+
+/// Returns the requests of a trace, none if there is no such kind: the same for the same seed.
+pub fn generate(kind: &str, seed: u64) -> Vec<Prompt> {
+    let mut all = Requests { rng: Rng::new(seed), next: 0, prompts: Vec::new() };
+    if let Some((_, make)) = TRACES.iter().find(|(name, _)| *name == kind) {
+        make(&mut all);
+    }
+    all.prompts
+}
 
 /// A popularity: the chance of the nth is proportional to a power of 1/n.
 struct Zipf(Vec<f64>);
@@ -227,8 +172,51 @@ impl Requests {
     fn documents(&mut self, count: usize, length: Length) -> Vec<Prompt> {
         (0..count).map(|_| self.fresh(length)).collect()
     }
-    fn repeat(&mut self, requests: usize, documents: &[Prompt]) {
-        self.prompts.extend(documents.iter().cycle().take(requests).cloned());
+    /// Requests documents in turn.
+    fn cycle(&mut self, documents: usize, requests: usize) {
+        let documents = self.documents(documents, (4, 26));
+        self.prompts.extend(documents.into_iter().cycle().take(requests));
+    }
+    fn two_loops(&mut self) {
+        let loops = [90, 1500].map(|count| self.documents(count, (4, 26)));
+        let mut loops = loops.map(|documents| documents.into_iter().cycle());
+        for _ in 0..12_000 {
+            let which = usize::from(self.rng.unit() >= 0.4);
+            self.prompts.extend(loops[which].next());
+        }
+    }
+    /// Requests popular documents, and scans where `is_scan` says so.
+    fn scans(
+        &mut self,
+        (count, power): (u32, f64),
+        scan: Length,
+        requests: usize,
+        is_scan: fn(&mut Rng, usize) -> bool,
+    ) {
+        let (hot, popularity) = (self.documents(count as usize, (5, 25)), Zipf::new(count, power));
+        for at in 0..requests {
+            if is_scan(&mut self.rng, at) {
+                self.scan(scan);
+            } else {
+                self.ask(&hot, &popularity, (1, 2));
+            }
+        }
+    }
+    fn templates(&mut self, count: u32, power: f64, tail: Length, requests: usize) {
+        let popularity = Zipf::new(count, power);
+        let templates = self.documents(count as usize, (2, 20));
+        (0..requests).for_each(|_| self.ask(&templates, &popularity, tail));
+    }
+    /// Requests templates of which one is replaced from time to time.
+    fn drift(&mut self, requests: usize) {
+        let (mut templates, popularity) = (self.documents(400, (2, 20)), Zipf::new(400, 0.9));
+        for at in 0..requests {
+            if at % 20 == 0 {
+                let old = self.rng.below(400) as usize;
+                templates[old] = self.fresh((2, 20));
+            }
+            self.ask(&templates, &popularity, (1, 4));
+        }
     }
     /// Requests content that nobody has had.
     fn scan(&mut self, length: Length) {
@@ -280,30 +268,15 @@ impl Requests {
 
     /// Chats, a loop, templates and agents, one after another.
     fn phases(&mut self, requests: usize) {
-        let pause = (60.0, 0.6, 0.4);
-        let (first, later) = ((3, 20), (1, 6));
-        let chat = Talk {
-            starts: 0.45,
-            root: 0,
-            pause,
-            first,
-            later,
-            once: 0.2,
-            goes_on: |_, _| 0.6,
-            ..CHAT
-        };
-        self.talk(requests, chat);
-        let documents = self.documents(200, (4, 26));
-        self.repeat(requests, &documents);
-        let (templates, popularity) = (self.documents(200, (2, 20)), Zipf::new(200, 1.0));
-        (0..requests).for_each(|_| self.ask(&templates, &popularity, (1, 8)));
+        let (pause, first, later) = ((60.0, 0.6, 0.4), (3, 20), (1, 6));
+        let goes_on = |_, _| 0.6;
+        self.talk(requests, Talk { starts: 0.45, pause, first, later, goes_on, ..CHAT_SLOW });
+        self.cycle(200, requests);
+        self.templates(200, 1.0, (1, 8), requests);
+        let (pause, first, later) = ((8.0, 0.5, 0.3), (6, 20), (1, 3));
         let goes_on = |turn, _| if turn < 30 { 0.95 } else { 0.2 };
-        let pause = (8.0, 0.5, 0.3);
-        let (first, later) = ((6, 20), (1, 3));
-        self.talk(
-            requests,
-            Talk { starts: 0.2, root: 0, pause, first, later, once: 0.1, goes_on, ..CHAT },
-        );
+        let once = 0.1;
+        self.talk(requests, Talk { starts: 0.2, pause, first, later, once, goes_on, ..CHAT_SLOW });
     }
 
     /// Chats among requests with one of two templates.
