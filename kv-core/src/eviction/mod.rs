@@ -83,7 +83,7 @@ pub trait EvictionPolicy: fmt::Debug + Send {
     /// effect.
     ///
     /// A hint is about the tokens that only this sequence's conversation continues. A policy ranks
-    /// a content without it that two or more different contents follow, such as a system prompt.
+    /// content that several conversations continue, such as a system prompt, without it.
     fn hinted(&mut self, _block: BlockId, _hint: Option<Return>) {}
     /// Reports that `block` lost its last holder.
     fn idle(&mut self, block: BlockId);

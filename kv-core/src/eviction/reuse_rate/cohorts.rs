@@ -145,8 +145,8 @@ impl Cohorts {
     pub(super) fn hide(&mut self, block: u32) {
         self.candidates.hide(block);
     }
-    /// Shows a hidden candidate, which has its former place; `false` for any other block. The caller
-    /// calls [`Self::open`] then.
+    /// Shows a hidden candidate, which has its former place; `false` for any other block. The
+    /// caller calls [`Self::open`] then.
     pub(super) fn show(&mut self, block: u32) -> bool {
         self.candidates.show(block)
     }

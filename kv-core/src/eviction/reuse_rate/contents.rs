@@ -1,7 +1,8 @@
 //! Statistics of contents, kept for some time after their eviction.
 //!
-//! They cost host memory, for five contents per block. So contents have numbered slots, one for each
-//! block and then a ring of evicted ones, and each field is an array of the narrowest possible type.
+//! They cost host memory, for five contents per block. So contents have numbered slots, one for
+//! each block and then a ring of evicted ones, and each field is an array of the narrowest possible
+//! type.
 use crate::eviction::reuse_rate::rates::CELLS_MAX;
 #[cfg(test)]
 use crate::num::list_bytes;
@@ -82,8 +83,8 @@ pub(super) struct Contents {
     buckets: Vec<u32>,
     /// The place in the ring for what is evicted next.
     hand: u32,
-    /// By block: the key of the content before its own, 0 for none, and the cell by which its own is
-    /// ranked while idle.
+    /// By block: the key of the content before its own, 0 for none, and the cell by which its own
+    /// is ranked while idle.
     parent: Vec<u32>,
     rank: Vec<u16>,
 }

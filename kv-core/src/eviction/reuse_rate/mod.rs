@@ -2,10 +2,11 @@
 //!
 //! The time to reuse is counted by *cell*, which is a combination of features of content, and by
 //! *age* in requests. For each cell and age these counts give the highest rate of uses per request
-//! of waiting that keeping such a block may bring: the Gittins index of a job that ends with the next
-//! use. The candidate with the lowest index is evicted. In a busy conversation service the policy
-//! keeps content through the pause in which the user reads the answer, and evicts first turns before
-//! tenth turns. With one cell, or if the chance of reuse falls with age, the policy is LRU.
+//! of waiting that keeping such a block may bring: the Gittins index of a job that ends with the
+//! next use. The candidate with the lowest index is evicted. In a busy conversation service the
+//! policy keeps content through the pause in which the user reads the answer, and evicts first
+//! turns before tenth turns. With one cell, or if the chance of reuse falls with age, the policy is
+//! LRU.
 //!
 //! A cell with few observations is assumed to be used like all content at each age, times the
 //! effects of its features, and an age without observations to be like the age before. Evicted
@@ -49,9 +50,9 @@ const RUN_MAX: u8 = 32;
 ///
 /// Each call takes O(1), or O(log n) with durations of priorities; the beginning of a request takes
 /// additional time that depends on its own blocks and, every 128 requests, on the number of
-/// combinations of features seen. Four evicted contents per block are
-/// remembered, and 32,768 at least. The policy takes 94 bytes for each block, a megabyte in a small pool,
-/// allocated at once, and some for each of the last 16,384 requests.
+/// combinations of features seen. Four evicted contents per block are remembered, and 32,768 at
+/// least. The policy takes 94 bytes for each block, a megabyte in a small pool, allocated at once,
+/// and some for each of the last 16,384 requests.
 #[derive(Debug)]
 pub struct ReuseRate {
     levels: Levels,

@@ -158,7 +158,10 @@ impl Rates {
     pub(super) fn learn(&mut self) -> impl Iterator<Item = u32> {
         self.learn_shapes();
         self.learn_effects();
-        (0..self.cells.len()).for_each(|cell| self.conclude(cell));
+        // What is inside of sequences comes before what ends them.
+        let is_last = |cell: &usize| self.cells[*cell].features.inside().is_some();
+        let (last, inside): (Vec<_>, Vec<_>) = (0..self.cells.len()).partition(is_last);
+        inside.into_iter().chain(last).for_each(|cell| self.conclude(cell));
         let rates = self.cells.iter().flat_map(|cell| cell.rate);
         // Positive numbers are in the order of their bits, of which the lower ones are noise.
         let keys = rates
@@ -288,11 +291,12 @@ impl Wait {
     }
 }
 
-/// Returns the Gittins index of a block in the middle of each bin: the highest ratio, over all times
-/// to evict it, of the chance that it is used before to the expected time until then.
+/// Returns the Gittins index of a block in the middle of each bin: the highest ratio, over all
+/// times to evict it, of the chance that it is used before to the expected time until then.
 pub(super) fn best_rates(chances: &Bins) -> [f64; NUM_BINS] {
     let mut rates = [0.0; NUM_BINS];
-    // Waits that follow each other, the first one last, each with more uses per request than those after it.
+    // Waits that follow each other, the first one last, each with more uses per request than those
+    // after it.
     let mut later = Vec::with_capacity(NUM_BINS);
     for bin in (0..NUM_BINS).rev() {
         let (chance, width) = (f64::from(chances[bin]), f64::from(width(bin)));
