@@ -84,8 +84,8 @@ impl<B: Backend> KvCache<B> {
     /// The eviction policy learns of it for each block that the sequence is the last to release,
     /// with [`Self::release`] or [`Self::reset`]. Blocks released earlier, by [`Self::truncate`],
     /// by a window or by [`Self::preempt`], are released without a hint: they are not what the
-    /// sequence ends with. Nor do hints reach the policy of snapshots of recurrent states, or the
-    /// tiers below the device.
+    /// sequence ends with. Nor do hints reach the policy of snapshots of recurrent states. A host
+    /// tier hears those of [`StartOptions`] with which a prompt is looked up.
     ///
     /// ```
     /// use std::time::Duration;

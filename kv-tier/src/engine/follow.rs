@@ -140,7 +140,8 @@ impl<B: Backend> Tiers<B> {
     fn wait_for_copy(&mut self, group: usize, complete: &Complete) {
         let of = self.groups.get_mut(group).invariant(GROUP);
         if of.host.contains(&complete.record.name) {
-            of.host.touch(&complete.record.name);
+            let name = &complete.record.name;
+            of.host.touch(name, self.prompted.hint(name));
             return;
         }
         // The caller wants these evicted first: they are not worth a copy.

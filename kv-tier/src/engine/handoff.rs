@@ -242,7 +242,7 @@ impl<B: Backend> Tiers<B> {
         let options = options.with_backoff_blocks(0).with_reuse(true);
         let probe = cache.state().probe_keys(&prompt, &options);
         self.identity.adapter_digest(options.adapter())?;
-        let chains = self.chains(cache, &probe);
+        let chains = self.chains(cache, &probe, options.hint());
         Ok((probe, chains))
     }
 

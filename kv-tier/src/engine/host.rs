@@ -3,7 +3,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use kv_core::BlockId;
-use kv_core::eviction::{BlockInfo, EvictionPolicy};
+use kv_core::eviction::{BlockInfo, EvictionPolicy, Return};
 use kv_core::invariant::Invariant;
 use kv_core::num::to_usize;
 use kv_core::reuse::BlockKey;
@@ -44,6 +44,8 @@ pub(super) struct Entry<C> {
     pub(super) stores: u64,
     /// Prompts that reused it.
     pub(super) uses: u32,
+    /// What the last request that used it said of its return.
+    hint: Option<Return>,
     place: u32,
     /// Whether it waits in the list of used chunks, and is no candidate meanwhile.
     is_used: bool,
@@ -99,16 +101,18 @@ impl<C> HostIndex<C> {
         self.policy.tick();
     }
 
-    /// Counts a use of a chunk, once in a request.
-    pub(super) fn touch(&mut self, name: &ChunkName) {
+    /// Counts a use of a chunk, once in a request, which has said this of its return.
+    pub(super) fn touch(&mut self, name: &ChunkName, hint: Option<Return>) {
         let Some(entry) = self.entries.get_mut(name) else { return };
+        entry.hint = hint;
         if !std::mem::replace(&mut entry.is_used, true) {
             self.policy.reused(entry.block());
             self.used.push(*name);
         }
     }
 
-    /// Adds a chunk; `false` if one is there already under its name, which stays.
+    /// Adds a chunk that a request uses, with what it has said of its return; `false` if one is there
+    /// already under its name, which stays.
     ///
     /// # Panics
     /// If all places are taken.
@@ -116,7 +120,7 @@ impl<C> HostIndex<C> {
         &mut self,
         chunk: Verified<Arc<C>>,
         record: Arc<Record>,
-        stores: u64,
+        (stores, hint): (u64, Option<Return>),
     ) -> bool {
         let (name, parent) = (record.name, record.parent);
         if let Some(known) = self.entries.get_mut(&name) {
@@ -129,9 +133,11 @@ impl<C> HostIndex<C> {
         if let Some(of) = parent_here.filter(|of| !of.is_used && !is_inner(of, &self.children)) {
             self.policy.held(of.block());
         }
+        // Of text that the request has generated, nothing else is known.
+        let hint = hint.or_else(|| parent_here.filter(|of| of.is_used)?.hint);
         *self.places.get_mut(to_usize(place)).invariant(PLACE) = Some(name);
         self.children.entry(parent).or_default().insert(name);
-        let entry = Entry { chunk, record, stores, uses: 0, place, is_used: true };
+        let entry = Entry { chunk, record, stores, uses: 0, hint, place, is_used: true };
         self.entries.insert(name, entry);
         self.used.push(name);
         true
@@ -215,6 +221,7 @@ impl<C> HostIndex<C> {
                 entry.is_used = false;
                 let block = entry.block();
                 name = entry.record.parent;
+                self.policy.hinted(block, entry.hint);
                 self.policy.idle(block);
                 if is_inner(entry, &self.children) {
                     self.policy.held(block);

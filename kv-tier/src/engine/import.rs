@@ -140,7 +140,7 @@ impl<B: Backend> Tiers<B> {
         for (group, at) in used.into_iter().rev() {
             let name = of.chains.get(group).invariant(GROUP).name(&of.probe, at);
             let host = &mut self.groups.get_mut(group).invariant(GROUP).host;
-            host.touch(&name);
+            host.touch(&name, self.prompted.hint(&name));
             let Some(entry) = host.get_mut(&name) else { continue };
             entry.uses += 1;
             let record = Arc::clone(&entry.record);

@@ -153,7 +153,7 @@ impl<B: Backend> Tiers<B> {
             return;
         };
         self.stats.offloaded += 1;
-        if of.host.insert(chunk, Arc::clone(record), 0) {
+        if of.host.insert(chunk, Arc::clone(record), (0, self.prompted.hint(&record.name))) {
             self.announcements.has(Tier::Host, record, HOST);
         }
         self.decide_writes(record, ChunkEvent::Published);

@@ -5,11 +5,13 @@ use std::time::{Duration, Instant};
 
 use kv_core::backend::Backend;
 use kv_core::events::Tier;
+use kv_core::eviction::Return;
 use kv_core::invariant::Invariant;
 use kv_core::num::to_u32;
 use kv_core::reuse::{Import, PrefixProbe};
 use kv_core::{CacheError, KvCache, SequenceId, StartOptions};
 
+use super::prompted::Prompt;
 use super::search::StateSearch;
 use super::{ChunkOf, GROUP, TierError, Tiers, Wait};
 use crate::chain::{Chain, ChunkAt, absent, last_key, reach};
@@ -116,7 +118,7 @@ impl<B: Backend> Tiers<B> {
         let id = self.stats.prefetches;
         self.groups.iter_mut().for_each(|of| of.host.begin_request());
         let probe = cache.state().probe_keys(prompt, options);
-        let chains = self.chains(cache, &probe);
+        let chains = self.chains(cache, &probe, options.hint());
         let search = StateSearch::new(cache, &probe, (options.stops(), self.state_lookups()));
         let mut prefetch = Prefetch {
             search,
@@ -269,12 +271,18 @@ impl<B: Backend> Tiers<B> {
         roots.into_iter().map(|root| Chain::new(probe, root)).collect()
     }
 
-    /// Names the whole chunks of a prompt, and notes that they are no generated text.
-    pub(super) fn chains(&mut self, cache: &KvCache<B>, probe: &PrefixProbe) -> Vec<Chain> {
+    /// Names the whole chunks of a prompt, and notes that they are no generated text, and what the
+    /// caller expects of it.
+    pub(super) fn chains(
+        &mut self,
+        cache: &KvCache<B>,
+        probe: &PrefixProbe,
+        hint: Option<Return>,
+    ) -> Vec<Chain> {
         let chains = self.name_chains(cache, probe);
-        let tokens = to_u32(probe.prompt().len());
+        let prompt = Prompt { tokens: to_u32(probe.prompt().len()), hint };
         for chain in &chains {
-            chain.prompted_names().for_each(|name| self.prompted.insert(name, tokens));
+            chain.prompted_names().for_each(|name| self.prompted.insert(name, prompt));
         }
         chains
     }

@@ -98,7 +98,11 @@ impl<B: Backend> Tiers<B> {
             Read::Failed => None,
         };
         if let Some(chunk) = &chunk
-            && tier.host.insert(chunk.clone(), Arc::clone(record), bit(store))
+            && tier.host.insert(
+                chunk.clone(),
+                Arc::clone(record),
+                (bit(store), self.prompted.hint(&record.name)),
+            )
         {
             self.announcements.has(Tier::Host, record, HOST);
         }

@@ -145,7 +145,7 @@ impl<B: Backend> Tiers<B> {
             }
             let name = chain.name(&probe, ChunkAt::Upto(len));
             let tier = self.groups.get_mut(group).invariant(GROUP);
-            tier.host.touch(&name);
+            tier.host.touch(&name, self.prompted.hint(&name));
             if tier.has_or_copies(&name) || tier.waiting.is_exported(&name) {
                 continue;
             }

@@ -84,8 +84,8 @@ impl<B: Backend> Tiers<B> {
         event: ChunkEvent,
     ) -> bool {
         let prompt_tokens = match record.at {
-            ChunkAt::Whole(_) => self.prompted.get(&record.name),
-            ChunkAt::Upto(end) => self.prompted.get(&record.parent).filter(|len| end <= *len),
+            ChunkAt::Whole(_) => self.prompted.tokens(&record.name),
+            ChunkAt::Upto(end) => self.prompted.tokens(&record.parent).filter(|len| end <= *len),
         };
         let facts = ChunkFacts {
             is_present: stores & bit(store) != 0,

@@ -1,7 +1,9 @@
 //! Prompts of random operation sequences, and the rows that follow from them.
+use std::time::Duration;
+
 use kv_core::StartOptions;
 use kv_core::backend::Plane;
-use kv_core::eviction::{Priority, Retention, RetentionRange};
+use kv_core::eviction::{Priority, Retention, RetentionRange, Return};
 use kv_core::reuse::ContentSpan;
 use kv_testkit::rng::Rng;
 
@@ -16,6 +18,7 @@ pub(crate) struct Asked {
     pub(crate) backoff: u32,
     pub(crate) reserve: u32,
     pub(crate) reuse: bool,
+    pub(crate) hint: Option<Return>,
 }
 
 impl Asked {
@@ -44,6 +47,13 @@ impl Asked {
             backoff: rng.pick(&[0, 0, 0, 1]),
             reserve: rng.pick(&[0, 0, 20, 60]),
             reuse: !rng.one_in(12),
+            hint: rng.pick(&[
+                None,
+                None,
+                Some(Return::Ended),
+                Some(Return::ToolCall),
+                Some(Return::Within(Duration::from_secs(20))),
+            ]),
         }
     }
 
@@ -58,6 +68,7 @@ impl Asked {
             Some(retention) => options.with_retention(retention),
             None => options,
         };
+        let options = self.hint.map_or(options, |hint| options.with_hint(hint));
         self.adapter.map_or(options, |adapter| options.with_adapter(adapter))
     }
 
