@@ -111,8 +111,8 @@ impl<C> HostIndex<C> {
         }
     }
 
-    /// Adds a chunk that a request uses, with what it has said of its return; `false` if one is there
-    /// already under its name, which stays.
+    /// Adds a chunk that a request uses, with what it has said of its return; `false` if one is
+    /// there already under its name, which stays.
     ///
     /// # Panics
     /// If all places are taken.
