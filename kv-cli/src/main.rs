@@ -19,6 +19,7 @@ mod job;
 #[cfg(feature = "serve")]
 mod load;
 mod loaded;
+mod mix;
 mod output;
 mod percentile;
 mod plan;

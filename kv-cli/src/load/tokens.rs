@@ -1,4 +1,5 @@
 //! Tokens made from numbers: equal seeds are equal text, and nothing else is.
+use crate::mix::mix;
 
 /// The seed of a run of tokens, such as the id of a block.
 pub(super) type Seed = [u32; 3];
@@ -30,14 +31,6 @@ impl Tokens {
 pub(super) fn uniform(seed: u64, index: u32) -> f64 {
     let bits = mix(mix(seed) ^ u64::from(index)) >> 32;
     f64::from(u32::try_from(bits).unwrap_or(0)) / 4_294_967_296.0
-}
-
-/// Spreads a number over 64 bits (`SplitMix64`).
-fn mix(state: u64) -> u64 {
-    let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

@@ -6,8 +6,8 @@ use std::str::FromStr;
 use kv::error::UnknownName;
 use kv::eviction::Return;
 
-use super::mix::mix;
 use super::trace::{Request, Trace};
+use crate::mix::mix;
 use crate::num::{to_f64, to_u64, to_usize};
 
 /// A value of `--hints`.
@@ -118,6 +118,7 @@ fn oracle(trace: &Trace) -> Vec<Return> {
         let of_whole = whole.last().and_then(|id| asks(id).filter(|by| is_private(id, *by)));
         let of_part = part.and_then(asks);
         if let Some(by) = of_whole.into_iter().chain(of_part).min() {
+            // Times of a trace may go back.
             *hint = Return::Within(trace.arrives(by).saturating_sub(trace.arrives(index)));
         }
         for id in ids {
@@ -142,7 +143,7 @@ fn whole_ids<'t>(trace: &'t Trace, request: &Request) -> (&'t [u32], Option<&'t 
 /// ids of one conversation.
 fn shared_since(trace: &Trace) -> Vec<Option<usize>> {
     let last = trace.all_ids().unwrap_or_default().iter().max();
-    let num_ids = last.map_or(0, |id| to_usize(*id).saturating_add(1));
+    let num_ids = last.map_or(0, |id| to_usize(*id) + 1);
     let (mut followers, mut since) = (vec![None; num_ids], vec![None; num_ids]);
     for (index, request) in trace.requests().iter().enumerate() {
         let (whole, _) = whole_ids(trace, request);
@@ -173,7 +174,7 @@ fn mixed_up(right: &[Return], share: f64) -> Vec<Return> {
         let Some(other) = second.checked_rem(others).filter(|_| draw < share) else {
             return *own;
         };
-        let other = if other < index { other } else { other.saturating_add(1) };
+        let other = if other < index { other } else { other + 1 };
         let other = usize::try_from(other).ok().and_then(|other| right.get(other));
         other.copied().unwrap_or(*own)
     };

@@ -7,7 +7,6 @@ mod fleet;
 mod hints;
 mod json;
 mod min;
-mod mix;
 mod packed;
 mod policy;
 mod report;

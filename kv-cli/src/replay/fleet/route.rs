@@ -9,8 +9,8 @@ use kv::error::UnknownName;
 use super::events::Event;
 use super::index::{Found, Index};
 use super::workload::Block;
+use crate::mix::mix;
 use crate::num::{to_u32, to_u64, to_usize};
-use crate::replay::mix::mix;
 
 /// A value of `--route`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -149,6 +149,7 @@ impl Arrivals<'_, '_> {
         let is_wrapped = left + place > order.len();
         if let (Some((at, _)), true) = (order.get(place), left > 0) {
             let shifted = *at + self.workload.shift(copy);
+            assert!(!is_wrapped || shifted >= *period, "what is moved is past the trace's end");
             let at = if is_wrapped { shifted.saturating_sub(*period) } else { shifted };
             self.next.push(Reverse((at, copy, place, left)));
         }

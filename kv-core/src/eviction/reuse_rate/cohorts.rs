@@ -132,6 +132,7 @@ impl Cohorts {
     pub(super) fn leave(&mut self, cell: u16, since: u32) {
         if let Some(cohort) = self.find(since, cell) {
             let len = &mut self.all[to_usize(cohort)].len;
+            // The request may be another one of the same number, which wraps.
             *len = len.saturating_sub(1);
         }
     }
