@@ -156,6 +156,23 @@ macro_rules! primitives {
                 // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
                 // do.
                 let bytes = unsafe { _mm_loadl_epi64(from.wrapping_add(at).cast()) };
+                let [values, _] = widen_e4m3(self, bytes);
+                values
+            }
+            #[inline(always)]
+            unsafe fn load_e4m3_pair(
+                self,
+                from: *const u8,
+                at: usize,
+                apart: usize,
+            ) -> [__m256; 2] {
+                let from = from.wrapping_add(at);
+                // SAFETY: condition 1 of `Simd::load_e4m3_pair`, and an `Avx2` exists only where
+                // the features do.
+                let bytes = unsafe {
+                    let second = _mm_loadl_epi64(from.wrapping_add(apart).cast());
+                    _mm_unpacklo_epi64(_mm_loadl_epi64(from.cast()), second)
+                };
                 widen_e4m3(self, bytes)
             }
             #[inline(always)]
@@ -339,12 +356,14 @@ conversions! {
     }
     // Read as a binary16, its bits are the value times 2^-8, except for NaN: all ones is an
     // ordinary number there.
-    fn widen_e4m3(bytes: __m128i) -> __m256 {
-        let shifted = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(bytes));
-        let bits = _mm_and_si128(shifted, _mm_set1_epi16(0xbf80_u16.cast_signed()));
-        let unsigned = _mm_and_si128(bits, _mm_set1_epi16(0x7f80));
-        let nan = _mm_cmpeq_epi16(unsigned, _mm_set1_epi16(0x3f80));
-        _mm256_cvtph_ps(_mm_or_si128(bits, nan))
+    fn widen_e4m3(bytes: __m128i) -> [__m256; 2] {
+        let shifted = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(bytes));
+        let bits = _mm256_and_si256(shifted, _mm256_set1_epi16(0xbf80_u16.cast_signed()));
+        let unsigned = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f80));
+        let nan = _mm256_cmpeq_epi16(unsigned, _mm256_set1_epi16(0x3f80));
+        let all = _mm256_or_si256(bits, nan);
+        let second = _mm256_extracti128_si256::<1>(all);
+        [_mm256_cvtph_ps(_mm256_castsi256_si128(all)), _mm256_cvtph_ps(second)]
     }
 }
 

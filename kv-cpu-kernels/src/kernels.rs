@@ -84,15 +84,10 @@ impl Kernels {
         self.prefetch
     }
 
-    /// Returns the maximum number of query rows of a register tile.
-    pub fn tile_rows_max(self) -> usize {
-        self.table.rows_max
-    }
-    /// Returns the size of the register tile for `rows` query rows: `rows`, or more, padded with
-    /// zeros. `None` where one tile cannot hold them.
-    pub fn tile_rows(self, rows: usize) -> Option<usize> {
-        let padded = rows.next_power_of_two();
-        (rows > 0 && padded <= self.table.rows_max).then_some(padded)
+    /// Returns the number of query rows to which `rows` are padded with zeros: one tile of four is
+    /// faster than tiles of two and one.
+    pub fn padded_rows(self, rows: usize) -> usize {
+        rows.saturating_add(usize::from(rows % 4 == 3))
     }
 
     /// Computes scores: dot products of query rows with rows of K.
@@ -127,7 +122,7 @@ impl Kernels {
         let mut row = 0_usize;
         let budget = x.prefetch.budget();
         while row < x.rows {
-            let rows = part(x.rows.saturating_sub(row));
+            let rows = part(x.rows.saturating_sub(row), self.table.rows_max);
             x.prefetch.allow_share(budget, (row, rows, x.rows));
             let (q, words) = (row.saturating_mul(x.q_stride), row.saturating_mul(x.q_stride / 2));
             let scores = row.saturating_mul(x.score_stride);
@@ -212,7 +207,7 @@ impl Kernels {
         let mut row = 0_usize;
         let budget = x.prefetch.budget();
         while row < x.rows {
-            let rows = part(x.rows.saturating_sub(row));
+            let rows = part(x.rows.saturating_sub(row), self.table.rows_max);
             x.prefetch.allow_share(budget, (row, rows, x.rows));
             let weights = row.saturating_mul(x.weight_stride);
             let out = row.saturating_mul(x.out_stride);
@@ -512,13 +507,15 @@ impl Drop for NonTemporal {
     }
 }
 
-/// Returns the rows of the next register tile when `left` are left: tiles of four need the fewest
-/// loads per product.
-const fn part(left: usize) -> usize {
+/// Returns the rows of the next register tile, of at most `max`, when `left` are left: a larger
+/// tile decodes K and V less often.
+const fn part(left: usize, max: usize) -> usize {
     match left {
         0 | 1 => left,
         2 | 3 => 2,
-        _ => 4,
+        4..=7 => 4,
+        _ if max < 8 => 4,
+        _ => 8,
     }
 }
 

@@ -83,64 +83,111 @@ mod x86 {
     }
 }
 
+/// Places that lines are prefetched from together: DRAM serves several pages faster than one.
+const STREAMS: usize = 4;
+/// Parts of a burst in which the share of a step is counted.
+const UNIT: usize = 1 << 16;
+
 /// A cursor over the cache lines of rows that a later call reads.
+///
+/// It issues bursts of four lines. Where the runs are alike and their number is a multiple of four,
+/// a fourth of them is a stream, and a burst has a line of each stream. Otherwise it has the next
+/// lines of one run after another.
 #[derive(Debug, Clone, Copy)]
 pub struct Prefetch<'a> {
-    /// The next line.
-    at: *const u8,
-    /// Lines left of the current row; rows that follow each other without a gap count as one.
+    /// The first line of each burst of the current rows, and those that are prefetched again.
+    lines: [*const u8; STREAMS],
+    again: Option<[*const u8; STREAMS]>,
+    /// Bytes from those to the lines of the next burst, and of the first burst that is not whole.
+    next: usize,
+    whole: usize,
+    /// Bytes from a burst to the next, and of all lines of a row.
+    burst: usize,
+    row: usize,
+    /// Rows left in the current runs, and bytes from one to the next; rows that follow each other
+    /// without a gap count as one.
     left: usize,
-    /// Rows left after it, lines of each, and bytes from the end of one to the next.
-    rows: usize,
-    lines: usize,
-    gap: usize,
-    /// Runs of rows after those.
-    later: &'a [KeyRows<'a>],
-    /// Runs that are prefetched again, each together with the run of `later` at the same index.
-    again: &'a [KeyRows<'a>],
-    /// Bytes from a line to the one that is prefetched again with it, or 0.
-    offset: usize,
-    /// Lines that the current kernel may still issue.
+    stride: usize,
+    /// Runs of rows, stream by stream, the number of each stream, and the next one of the first.
+    runs: &'a [KeyRows<'a>],
+    runs_each: usize,
+    run: usize,
+    /// Runs that are prefetched again, each together with the run at the same index.
+    runs_again: &'a [KeyRows<'a>],
+    /// Bursts that the current kernel may still issue, and what is due in parts of [`UNIT`].
     budget: usize,
+    due: usize,
+}
+
+/// The lines of a run: rows, the bytes of the lines of each, and bytes from a row to the next.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct RunLines {
+    rows: usize,
+    row: usize,
+    stride: usize,
+}
+
+impl RunLines {
+    #[inline]
+    fn of(rows: &KeyRows<'_>) -> Self {
+        let (bytes, stride, count) = (rows.layout().bytes(), rows.stride(), rows.len());
+        let (count, bytes) =
+            if bytes == stride { (count.min(1), count * bytes) } else { (count, bytes) };
+        let row = ((rows.at(0).addr() & (LINE - 1)) + bytes).next_multiple_of(LINE);
+        Self { rows: count, row, stride }
+    }
 }
 
 impl<'a> Prefetch<'a> {
     /// Creates a cursor without lines.
     pub fn none() -> Self {
         Self {
-            at: std::ptr::null(),
+            lines: [std::ptr::null(); STREAMS],
+            again: None,
+            next: 0,
+            whole: 0,
+            burst: STREAMS * LINE,
+            row: 0,
             left: 0,
-            rows: 0,
-            lines: 0,
-            gap: 0,
-            later: &[],
-            again: &[],
-            offset: 0,
+            stride: 0,
+            runs: &[],
+            runs_each: 0,
+            run: 0,
+            runs_again: &[],
             budget: 0,
+            due: 0,
         }
     }
 
     /// Creates a cursor over all lines of `far`, for one kernel to issue; for
     /// [`PrefetchTarget::L2Twice`], each with a line of `near`, which is read earlier.
     pub fn new(target: PrefetchTarget, far: &'a [KeyRows<'a>], near: &'a [KeyRows<'a>]) -> Self {
-        let (later, again): (_, &[_]) = match target {
+        let (runs, runs_again): (_, &[_]) = match target {
             PrefetchTarget::None => return Self::none(),
             PrefetchTarget::L2 => (far, &[]),
             // After the last tile only `near` is left.
             PrefetchTarget::L2Twice if far.is_empty() => (near, &[]),
             PrefetchTarget::L2Twice => (far, near),
         };
-        let mut cursor = Self { later, again, budget: Self::lines_of(later), ..Self::none() };
-        cursor.next_run();
+        let mut cursor = Self { runs, runs_again, runs_each: runs.len(), ..Self::none() };
+        let Some(first) = runs.first().map(RunLines::of) else { return cursor };
+        if runs.len().is_multiple_of(STREAMS) && runs.iter().all(|run| RunLines::of(run) == first) {
+            (cursor.runs_each, cursor.burst) = (runs.len() / STREAMS, LINE);
+        }
+        for run in &runs[..cursor.runs_each] {
+            let RunLines { rows, row, .. } = RunLines::of(run);
+            cursor.budget += rows * row.div_ceil(cursor.burst);
+        }
+        cursor.find_rows();
         cursor
     }
 
-    /// Sets how many lines the next kernel issues.
-    pub(crate) fn allow(&mut self, lines: usize) {
-        self.budget = lines;
+    /// Sets how many bursts the next kernel issues.
+    pub(crate) fn allow(&mut self, bursts: usize) {
+        self.budget = bursts;
     }
 
-    /// Lines that the next kernel may issue.
+    /// Returns the number of bursts that the next kernel may issue.
     pub(crate) fn budget(&self) -> usize {
         self.budget
     }
@@ -150,112 +197,112 @@ impl<'a> Prefetch<'a> {
         self.allow(budget * (row + rows) / all - budget * row / all);
     }
 
-    /// Returns the number of lines of some runs.
-    fn lines_of(runs: &[KeyRows<'_>]) -> usize {
-        let mut cursor = Prefetch::none();
-        let lines = runs.iter().map(|rows| {
-            cursor.enter(rows);
-            cursor.left + cursor.rows * cursor.lines
-        });
-        lines.sum()
-    }
-
-    #[inline]
-    fn enter(&mut self, rows: &KeyRows<'_>) {
-        let (bytes, stride, count) = (rows.layout().bytes(), rows.stride(), rows.len());
-        let (count, bytes) =
-            if bytes == stride { (count.min(1), count * bytes) } else { (count, bytes) };
-        let first = rows.at(0);
-        let lines = ((first.addr() & (LINE - 1)) + bytes).div_ceil(LINE);
-        self.at = first;
-        self.lines = if count > 0 { lines } else { 0 };
-        (self.left, self.rows) = (self.lines, count.saturating_sub(1));
-        self.gap = stride.wrapping_sub(lines * LINE);
-    }
-
-    fn next_run(&mut self) {
-        while self.left == 0
-            && let Some((rows, later)) = self.later.split_first()
-        {
-            self.later = later;
-            self.enter(rows);
-            self.offset = 0;
-            if let Some((again, rest)) = self.again.split_first() {
-                self.again = rest;
-                self.offset = again.at(0).addr().wrapping_sub(rows.at(0).addr());
-            }
-        }
-    }
-
-    /// Lines that each of `steps` steps issues, so that they spread the budget evenly.
+    /// Returns the share of each of `steps` steps that spread the budget evenly.
     #[inline(always)]
     pub(crate) fn pace(&self, steps: usize) -> usize {
-        self.budget.div_ceil(steps.max(1))
+        (self.budget * UNIT).div_ceil(steps.max(1))
     }
 
-    /// Issues up to `lines` lines within the budget. Kernels call it on a local copy of the cursor,
-    /// which stays in registers.
+    /// Issues the bursts that are due after a step, up to the end of the current rows. Kernels call
+    /// it on a local copy of the cursor while their sums are in registers, so it calls nothing.
     #[inline(always)]
-    pub(crate) fn step<S: Simd>(&mut self, s: S, lines: usize) {
-        if lines <= self.left.min(self.budget) {
-            self.issue(s, lines);
-            self.budget -= lines;
-            self.left -= lines;
-        } else {
-            self.step_over_rows(s, lines);
-        }
-    }
-
-    /// Issues the next lines of a row.
-    #[inline(always)]
-    fn issue<S: Simd>(&mut self, s: S, lines: usize) {
-        let end = self.at.wrapping_add(lines * LINE);
-        if self.offset == 0 {
-            while self.at != end {
-                s.prefetch_l2(self.at);
-                self.at = self.at.wrapping_add(LINE);
+    pub(crate) fn step<S: Simd>(&mut self, s: S, pace: usize) {
+        self.due += pace;
+        while self.due >= UNIT && self.next < self.whole && self.budget > 0 {
+            self.due -= UNIT;
+            self.budget -= 1;
+            for line in self.lines {
+                s.prefetch_l2(line.wrapping_add(self.next));
             }
-        } else {
-            while self.at != end {
-                s.prefetch_l2(self.at);
-                s.prefetch_l2(self.at.wrapping_add(self.offset));
-                self.at = self.at.wrapping_add(LINE);
+            if let Some(again) = self.again {
+                for line in again {
+                    s.prefetch_l2(line.wrapping_add(self.next));
+                }
             }
+            self.next += self.burst;
         }
     }
 
-    /// Does what [`Self::step`] does where a row, a run or the budget ends.
-    #[inline(always)]
-    fn step_over_rows<S: Simd>(&mut self, s: S, lines: usize) {
-        let mut lines = lines.min(self.budget);
-        self.budget -= lines;
-        while lines > 0 && self.find_line() {
-            let some = lines.min(self.left);
-            self.issue(s, some);
-            self.left -= some;
-            lines -= some;
+    /// Issues the bursts that [`Self::step`] left.
+    #[inline]
+    pub(crate) fn catch_up<S: Simd>(&mut self, s: S) {
+        if self.due >= UNIT && self.budget > 0 {
+            self.issue(s, self.due / UNIT);
+            self.due %= UNIT;
         }
-    }
-
-    /// Advances to the next row or run when the current one has no line left. Returns whether a
-    /// line is left.
-    #[inline(always)]
-    fn find_line(&mut self) -> bool {
-        if self.left == 0 {
-            if self.rows > 0 {
-                self.at = self.at.wrapping_add(self.gap);
-                (self.left, self.rows) = (self.lines, self.rows - 1);
-            } else {
-                self.next_run();
-            }
-        }
-        self.left > 0
     }
 
     /// Issues the rest of the budget.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn finish<S: Simd>(&mut self, s: S) {
-        self.step(s, self.budget);
+        self.due = 0;
+        if self.budget > 0 {
+            self.issue(s, self.budget);
+        }
+    }
+
+    /// Issues bursts within the budget, and finds the rows that they lie in.
+    #[inline(never)]
+    fn issue<S: Simd>(&mut self, s: S, bursts: usize) {
+        let bursts = bursts.min(self.budget);
+        self.budget -= bursts;
+        for _ in 0..bursts {
+            if self.next >= self.row && !self.find_rows() {
+                return;
+            }
+            for stream in (0..STREAMS).filter(|stream| self.has_line(*stream)) {
+                s.prefetch_l2(self.lines[stream].wrapping_add(self.next));
+                if let Some(again) = self.again {
+                    s.prefetch_l2(again[stream].wrapping_add(self.next));
+                }
+            }
+            self.next += self.burst;
+        }
+    }
+
+    /// Returns whether the next burst has a line of a stream: the lines of one run follow each
+    /// other, and its last burst may have fewer.
+    fn has_line(&self, stream: usize) -> bool {
+        let line = if self.burst == LINE { 0 } else { stream * LINE };
+        self.next + line < self.row
+    }
+
+    /// Finds the next rows. Returns whether there are any.
+    fn find_rows(&mut self) -> bool {
+        self.next = 0;
+        self.left = self.left.saturating_sub(1);
+        if self.left > 0 {
+            for line in self.lines.iter_mut().chain(self.again.iter_mut().flatten()) {
+                *line = line.wrapping_add(self.stride);
+            }
+            return true;
+        }
+        self.row = 0;
+        while self.left == 0 && self.run < self.runs_each {
+            let at = self.run;
+            let RunLines { rows, row, stride } = RunLines::of(&self.runs[at]);
+            (self.left, self.row, self.stride) = (rows, row, stride);
+            self.lines = self.burst_of(self.runs, at);
+            let has_again = self.runs_again.len() == self.runs.len();
+            self.again = has_again.then(|| self.burst_of(self.runs_again, at));
+            self.run += 1;
+        }
+        self.row = if self.left > 0 { self.row } else { 0 };
+        self.whole = (self.row + LINE).saturating_sub(self.burst);
+        self.row > 0
+    }
+
+    /// Returns the first burst of the runs of all streams.
+    fn burst_of(&self, runs: &[KeyRows<'_>], run: usize) -> [*const u8; STREAMS] {
+        let mut lines = [runs[run].at(0); STREAMS];
+        for stream in 1..STREAMS {
+            lines[stream] = if self.burst == LINE {
+                runs[run + stream * self.runs_each].at(0)
+            } else {
+                lines[0].wrapping_add(stream * LINE)
+            };
+        }
+        lines
     }
 }
 
@@ -276,14 +323,24 @@ mod tests {
         assert!(unknown.to_string().contains("l2-twice"), "{unknown}");
     }
 
-    /// Returns the lines that a cursor issues, one at a time.
-    fn issued(mut cursor: Prefetch<'_>) -> Vec<usize> {
-        let mut lines = Vec::new();
-        while cursor.budget > 0 && cursor.find_line() {
-            lines.push(cursor.at.addr() / LINE);
-            cursor.step(Scalar, 1);
+    /// Returns the lines that a cursor issues, and after how many bursts it has none left.
+    fn issued(mut cursor: Prefetch<'_>) -> (Vec<usize>, usize) {
+        let (mut lines, mut bursts) = (Vec::new(), 0);
+        while cursor.budget > 0 {
+            if cursor.next >= cursor.row && !cursor.find_rows() {
+                break;
+            }
+            let streams = (0..STREAMS).filter(|stream| cursor.has_line(*stream));
+            lines.extend(streams.map(|i| (cursor.lines[i].addr() + cursor.next) / LINE));
+            // Half of the bursts by the step that does not leave the current rows.
+            cursor.step(Scalar, if bursts % 2 == 0 { UNIT } else { 0 });
+            cursor.catch_up(Scalar);
+            if bursts % 2 == 1 {
+                cursor.issue(Scalar, 1);
+            }
+            bursts += 1;
         }
-        lines
+        (lines, bursts)
     }
 
     /// Every line of every row is issued, and lines that two rows share at most twice.
@@ -296,21 +353,44 @@ mod tests {
             let layout = RowLayout::plain(Element::F32, dim);
             let stride = layout.bytes() + gap;
             let rows = KeyRows::new(&memory[begin..], stride, count, &layout);
-            let runs =
-                [rows.slice(0..count / 2), KeyRows::empty(&layout), rows.slice(count / 2..count)];
-            let next = issued(Prefetch::new(PrefetchTarget::L2, &runs, &[]));
-            for [far, near] in [[&runs[..], &runs[..2]], [&[], &runs[..]]] {
-                let twice = Prefetch::new(PrefetchTarget::L2Twice, far, near);
-                assert_eq!(issued(twice), next, "{dim} {gap} {count}");
-            }
-            for row in 0..count {
-                let first = rows.at(row).addr();
-                for line in first / LINE..=(first + layout.bytes() - 1) / LINE {
-                    let times = next.iter().filter(|issued| **issued == line).count();
-                    assert!((1..=2).contains(&times), "{dim} {gap} {count}: {times}");
+            for cuts in
+                [vec![0, count], vec![0, count / 2, count / 2, count], (0..=count).collect()]
+            {
+                let runs: Vec<_> = cuts.windows(2).map(|cut| rows.slice(cut[0]..cut[1])).collect();
+                let cursor = Prefetch::new(PrefetchTarget::L2, &runs, &[]);
+                let (next, bursts) = issued(cursor);
+                assert_eq!(bursts, cursor.budget, "{dim} {gap} {count} {cuts:?}");
+                for [far, near] in [[&runs[..], &runs[..runs.len() - 1]], [&[], &runs[..]]] {
+                    let twice = Prefetch::new(PrefetchTarget::L2Twice, far, near);
+                    assert_eq!(issued(twice).0, next, "{dim} {gap} {count} {cuts:?}");
+                }
+                for row in 0..count {
+                    let first = rows.at(row).addr();
+                    for line in first / LINE..=(first + layout.bytes() - 1) / LINE {
+                        let times = next.iter().filter(|issued| **issued == line).count();
+                        assert!((1..=2).contains(&times), "{dim} {gap} {count} {cuts:?}: {times}");
+                    }
                 }
             }
         }
+    }
+
+    /// Runs that are alike are issued a line of each at a time; others one after the other.
+    #[test]
+    fn runs_of_equal_size_are_streams() {
+        let memory = vec![0_u8; 1 << 14];
+        let layout = RowLayout::plain(Element::F32, 64);
+        let run = |begin: usize, rows| KeyRows::new(&memory[begin..], 256, rows, &layout);
+        let first = memory.as_ptr().addr() / LINE;
+        let lines = |runs: &[KeyRows<'_>]| {
+            let lines = issued(Prefetch::new(PrefetchTarget::L2, runs, &[])).0;
+            lines.iter().map(|line| line - first).take(6).collect::<Vec<_>>()
+        };
+        let alike = [0, 2048, 4096, 8192].map(|begin| run(begin, 4));
+        assert_eq!(lines(&alike), [0, 32, 64, 128, 1, 33]);
+        assert_eq!(lines(&alike[..3]), [0, 1, 2, 3, 4, 5]);
+        let unlike = [run(0, 4), run(2048, 4), run(4096, 4), run(8192, 3)];
+        assert_eq!(lines(&unlike), [0, 1, 2, 3, 4, 5]);
     }
 
     #[test]
@@ -320,15 +400,17 @@ mod tests {
         let run = |begin: usize| KeyRows::new(&memory[begin..], 256, 4, &layout);
         let runs = [run(0), KeyRows::empty(&layout), run(8192)];
         let mut cursor = Prefetch::new(PrefetchTarget::L2, &runs, &[]);
-        let lines = Prefetch::lines_of(&runs);
-        cursor.allow(lines);
+        let bursts = cursor.budget;
         for steps in [1, 3, 7] {
-            assert!(cursor.pace(steps) * steps >= lines);
+            assert!(cursor.pace(steps) * steps >= bursts * UNIT);
         }
+        let pace = cursor.pace(5);
         for _ in 0..5 {
-            cursor.step(Scalar, lines / 5 + 1);
+            cursor.step(Scalar, pace);
+            cursor.catch_up(Scalar);
         }
-        assert_eq!((cursor.budget, cursor.left, cursor.later.len()), (0, 0, 0));
+        assert_eq!((cursor.budget, cursor.run), (0, 3));
+        assert!(cursor.next >= cursor.row, "no line is left");
         cursor.allow(10);
         cursor.finish(Scalar);
         assert_eq!(cursor.budget, 0, "what is after the last run is dropped");

@@ -55,15 +55,19 @@ impl Pv<'_, '_> {
     }
 }
 
+/// Tokens between two steps of the prefetch.
+const TOKENS: usize = 4;
+
 /// Adds all tokens to `R` output rows, `P` pairs at a time. The arguments were checked, and have
 /// `R` rows.
 #[inline(always)]
 pub(crate) fn pv<L: Load, const R: usize, const P: usize>(l: L, x: &mut Pv<'_, '_>) {
-    let (s, layout, tokens) = (l.simd(), x.v.layout(), x.v.len());
+    let (s, layout) = (l.simd(), x.v.layout());
     let rest = rest_begin(layout.dim());
     let pairs = rest / (2 * L::S::LANES);
     let mut prefetch = *x.prefetch;
-    let pace = prefetch.pace(tokens * (pairs / P + (pairs % P).min(2)));
+    let steps: usize = x.v.runs().iter().map(|run| run.len().div_ceil(TOKENS)).sum();
+    let pace = prefetch.pace(steps * (pairs / P + (pairs % P).min(2)));
     let mut pair = 0;
     while pair + P <= pairs {
         add_pairs::<L, R, P>(l, x, pair, (&mut prefetch, pace));
@@ -112,24 +116,29 @@ fn add_pairs<L: Load, const R: usize, const P: usize>(
     }
     let mut weights = x.weights.as_ptr();
     for run in x.v.runs() {
-        let mut row = run.at(0);
-        for token in 0..run.len() {
+        prefetch.catch_up(s);
+        let (mut row, mut left) = (run.at(0), run.len());
+        while left > 0 {
             prefetch.step(s, pace);
-            // SAFETY: a row of V, and pairs of its whole groups.
-            let values = unsafe { l.pairs::<P>(row, layout, first) };
-            row = row.wrapping_add(run.stride());
-            for r in 0..R {
-                let weight = weights.wrapping_add(r * x.weight_stride + token);
-                // SAFETY: the weight of a token, which were checked.
-                let weight = s.splat(unsafe { weight.read() });
-                for p in 0..P {
-                    for half in 0..2 {
-                        sums[r][p][half] = s.fma(weight, values[p][half], sums[r][p][half]);
+            let tokens = left.min(TOKENS);
+            for _ in 0..tokens {
+                // SAFETY: a row of V, and pairs of its whole groups.
+                let values = unsafe { l.pairs::<P>(row, layout, first) };
+                row = row.wrapping_add(run.stride());
+                for r in 0..R {
+                    let weight = weights.wrapping_add(r * x.weight_stride);
+                    // SAFETY: the weight of a token, which were checked.
+                    let weight = s.splat(unsafe { weight.read() });
+                    for p in 0..P {
+                        for half in 0..2 {
+                            sums[r][p][half] = s.fma(weight, values[p][half], sums[r][p][half]);
+                        }
                     }
                 }
+                weights = weights.wrapping_add(1);
             }
+            left -= tokens;
         }
-        weights = weights.wrapping_add(run.len());
     }
     for r in 0..R {
         for p in 0..P {
@@ -141,36 +150,60 @@ fn add_pairs<L: Load, const R: usize, const P: usize>(
     }
 }
 
-/// Adds the values after the last whole group where there are [`HALF`].
+/// Adds the values after the last whole group where there are [`HALF`], two vectors at a time.
 #[inline(always)]
 fn add_half_rest<L: Load, const R: usize>(l: L, x: &mut Pv<'_, '_>, begin: usize) {
+    if 2 * L::S::LANES > HALF {
+        add_rest_vectors::<L, R, 1>(l, x, (begin, 0));
+        return;
+    }
+    for offset in (0..HALF).step_by(2 * L::S::LANES) {
+        add_rest_vectors::<L, R, 2>(l, x, (begin, offset));
+    }
+}
+
+/// Adds `N` vectors of a rest of [`HALF`] values of all tokens, from value `offset` of it on.
+#[inline(always)]
+fn add_rest_vectors<L: Load, const R: usize, const N: usize>(
+    l: L,
+    x: &mut Pv<'_, '_>,
+    (begin, offset): (usize, usize),
+) {
     let (s, layout) = (l.simd(), x.v.layout());
     let out = x.out.as_mut_ptr();
-    for offset in (0..HALF).step_by(L::S::LANES) {
-        let mut sums = [s.splat(0.0); R];
-        for r in 0..R {
+    let at = begin + offset;
+    let mut sums = [[s.splat(0.0); N]; R];
+    for r in 0..R {
+        for n in 0..N {
             // SAFETY: values of an output row, which were checked.
-            sums[r] = unsafe { s.load(out, r * x.out_stride + begin + offset) };
+            sums[r][n] = unsafe { s.load(out, r * x.out_stride + at + n * L::S::LANES) };
         }
-        let mut weights = x.weights.as_ptr();
-        for run in x.v.runs() {
-            let mut row = run.at(0);
-            for token in 0..run.len() {
+    }
+    let mut weights = x.weights.as_ptr();
+    for run in x.v.runs() {
+        let mut row = run.at(0);
+        for _ in 0..run.len() {
+            let mut values = [s.splat(0.0); N];
+            for n in 0..N {
                 // SAFETY: a row of V, whose rest has `HALF` values.
-                let values = unsafe { l.half_rest(row, layout, offset) };
-                row = row.wrapping_add(run.stride());
-                for r in 0..R {
-                    let weight = weights.wrapping_add(r * x.weight_stride + token);
-                    // SAFETY: the weight of a token, which were checked.
-                    let weight = s.splat(unsafe { weight.read() });
-                    sums[r] = s.fma(weight, values, sums[r]);
+                values[n] = unsafe { l.half_rest(row, layout, offset + n * L::S::LANES) };
+            }
+            row = row.wrapping_add(run.stride());
+            for r in 0..R {
+                let weight = weights.wrapping_add(r * x.weight_stride);
+                // SAFETY: the weight of a token, which were checked.
+                let weight = s.splat(unsafe { weight.read() });
+                for n in 0..N {
+                    sums[r][n] = s.fma(weight, values[n], sums[r][n]);
                 }
             }
-            weights = weights.wrapping_add(run.len());
+            weights = weights.wrapping_add(1);
         }
-        for r in 0..R {
+    }
+    for r in 0..R {
+        for n in 0..N {
             // SAFETY: as for the loads.
-            unsafe { s.store(out, r * x.out_stride + begin + offset, sums[r]) };
+            unsafe { s.store(out, r * x.out_stride + at + n * L::S::LANES, sums[r][n]) };
         }
     }
 }

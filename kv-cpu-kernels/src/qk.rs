@@ -101,6 +101,20 @@ pub(crate) trait Product: Copy {
     /// 1. The bytes of the row are readable, and `value` is below the last multiple of
     ///    [`Self::WHOLE`].
     unsafe fn key(self, row: *const u8, layout: &RowLayout, value: usize) -> Self::Key;
+    /// Adds the products of the values after the last multiple of [`Self::WHOLE`] to a register
+    /// tile where they are a few whole vectors. Returns whether they are.
+    ///
+    /// # Safety
+    /// As [`Self::rests`].
+    #[inline(always)]
+    unsafe fn add_rests<const R: usize, const T: usize>(
+        self,
+        _: &RowLayout,
+        _: (&[QueryRow; R], &[*const u8; T]),
+        _: &mut [[F<Self>; T]; R],
+    ) -> bool {
+        false
+    }
     /// Returns the sums of a register tile over the values after the last multiple of
     /// [`Self::WHOLE`].
     ///
@@ -191,11 +205,12 @@ pub(crate) fn qk<P: Product, const R: usize, const T: usize>(p: P, x: &mut Qk<'_
     let (s, layout, k) = (p.simd(), x.k.layout(), x.k);
     let whole = layout.dim() / P::WHOLE * P::WHOLE;
     let mut prefetch = *x.prefetch;
-    let pace = prefetch.pace((k.len() / T + k.runs().len()) * whole.div_ceil(P::VALUES));
+    let pace = prefetch.pace((k.len() / T + k.runs().len()) * (whole / P::WHOLE));
     let mut begin = 0;
     for run in k.runs() {
         let mut token = 0;
         while token < run.len() {
+            prefetch.catch_up(s);
             let (at, lines) = ((run, token), (&mut prefetch, pace));
             if run.len() - token == 1 {
                 let sums = tile::<P, R, 1>(p, x, at, whole, lines);
@@ -232,10 +247,15 @@ fn tile<P: Product, const R: usize, const T: usize>(
     let mut value = 0;
     while value < whole {
         prefetch.step(s, pace);
-        add_tile::<P, R, T>(p, layout, (&queries, &rows), value, &mut sums);
-        value += P::VALUES;
+        for key in 0..P::WHOLE / P::VALUES {
+            let value = value + key * P::VALUES;
+            add_tile::<P, R, T>(p, layout, (&queries, &rows), value, &mut sums);
+        }
+        value += P::WHOLE;
     }
-    if whole < layout.dim() {
+    // SAFETY: rows of K, and query rows, which were checked.
+    if whole < layout.dim() && !unsafe { p.add_rests::<R, T>(layout, (&queries, &rows), &mut sums) }
+    {
         // Separate sums: a loop that is not unrolled would keep `sums` in memory.
         // SAFETY: rows of K, which have a rest; query rows were checked.
         let rests = unsafe { p.rests::<R, T>(layout, &queries, &rows) };

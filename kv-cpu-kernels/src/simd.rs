@@ -319,6 +319,17 @@ pub(crate) trait Simd: Copy {
         // SAFETY: an array of `LANES_MAX`.
         unsafe { self.load(values.as_ptr(), 0) }
     }
+    /// Returns the vectors of [`Self::load_e4m3`] at `at`, and `apart` values after it.
+    ///
+    /// # Safety
+    /// As [`Self::load`], for both.
+    #[inline(always)]
+    unsafe fn load_e4m3_pair(self, from: *const u8, at: usize, apart: usize) -> [Self::F; 2] {
+        // SAFETY: the condition is passed on.
+        let first = unsafe { self.load_e4m3(from, at) };
+        // SAFETY: as above.
+        [first, unsafe { self.load_e4m3(from, at + apart) }]
+    }
     /// As [`Self::load`], from FP8 E5M2, the upper byte of a binary16.
     ///
     /// # Safety

@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 
 #[cfg(doc)]
 use super::Decode;
-use super::{GROUP, Rest, Valuewise};
+use super::{GROUP, HALF, Rest, Valuewise};
 use crate::layout::RowLayout;
 use crate::simd::Simd;
 
@@ -24,6 +24,11 @@ impl Valuewise for E4m3 {
     unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F {
         // SAFETY: condition 1 is passed on.
         unsafe { s.load_e4m3(from, at) }
+    }
+    #[inline(always)]
+    unsafe fn load_two<S: Simd>(s: S, from: *const u8, at: usize) -> [S::F; 2] {
+        // SAFETY: the condition is passed on.
+        unsafe { s.load_e4m3_pair(from, at, HALF) }
     }
 }
 
@@ -189,10 +194,10 @@ impl<B: LookUp, E: Fp8> LookedUp<B, E> {
         // SAFETY: both halves of the array.
         unsafe { s.store(rest.as_mut_ptr(), 0, first) };
         // SAFETY: as above.
-        unsafe { s.store(rest.as_mut_ptr(), super::HALF, second) };
+        unsafe { s.store(rest.as_mut_ptr(), HALF, second) };
         rest
     }
-    /// As [`Decode::half_rest`] of all [`HALF`](super::HALF) values.
+    /// As [`Decode::half_rest`] of all [`HALF`] values.
     ///
     /// # Safety
     /// As for [`Decode::half_rest`].
@@ -201,7 +206,7 @@ impl<B: LookUp, E: Fp8> LookedUp<B, E> {
         let mut codes = [0; GROUP];
         let from = row.wrapping_add(super::rest_begin(layout.dim()));
         // SAFETY: the last codes of the row; the array is new.
-        unsafe { std::ptr::copy_nonoverlapping(from, codes.as_mut_ptr(), super::HALF) };
+        unsafe { std::ptr::copy_nonoverlapping(from, codes.as_mut_ptr(), HALF) };
         // SAFETY: an array of a group.
         let [first, _] = unsafe { self.group(codes.as_ptr()) };
         first

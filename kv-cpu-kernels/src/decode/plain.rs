@@ -18,6 +18,17 @@ pub(crate) trait Valuewise {
     /// # Safety
     /// 1. Values `at..at + LANES` after `from` are readable.
     unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F;
+    /// Decodes two vectors, the second [`HALF`] values after the first.
+    ///
+    /// # Safety
+    /// As [`Self::load`], for both.
+    #[inline(always)]
+    unsafe fn load_two<S: Simd>(s: S, from: *const u8, at: usize) -> [S::F; 2] {
+        // SAFETY: the condition is passed on.
+        let first = unsafe { Self::load(s, from, at) };
+        // SAFETY: as above.
+        [first, unsafe { Self::load(s, from, at + HALF) }]
+    }
 }
 
 /// A [`Valuewise`] encoding that kernels write as well.
@@ -40,11 +51,8 @@ impl<E: Valuewise> Decode for E {
         group: usize,
         offset: usize,
     ) -> [S::F; 2] {
-        let at = group + offset;
         // SAFETY: inside the row, by conditions 1 and 2.
-        let first = unsafe { E::load(s, row, at) };
-        // SAFETY: as above.
-        [first, unsafe { E::load(s, row, at + HALF) }]
+        unsafe { E::load_two(s, row, group + offset) }
     }
 
     #[inline(always)]

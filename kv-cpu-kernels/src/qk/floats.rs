@@ -31,6 +31,34 @@ impl<L: Load, const A: usize> Product for Floats<L, A> {
         unsafe { self.0.pairs::<A>(row, layout, value / (2 * L::S::LANES)) }
     }
     #[inline(always)]
+    unsafe fn add_rests<const R: usize, const T: usize>(
+        self,
+        layout: &RowLayout,
+        (queries, rows): (&[QueryRow; R], &[*const u8; T]),
+        sums: &mut [[V<L>; T]; R],
+    ) -> bool {
+        let (s, dim, begin) = (self.simd(), layout.dim(), rest_begin(layout.dim()));
+        if dim - begin != HALF || dim / Self::WHOLE * Self::WHOLE != begin {
+            return false;
+        }
+        for vector in 0..HALF / L::S::LANES {
+            let offset = vector * L::S::LANES;
+            let mut keys = [s.splat(0.0); T];
+            for t in 0..T {
+                // SAFETY: condition 1, and the rest has `HALF` values.
+                keys[t] = unsafe { self.0.half_rest(rows[t], layout, offset) };
+            }
+            for r in 0..R {
+                // SAFETY: condition 2.
+                let query = unsafe { s.load(queries[r].values, begin + offset) };
+                for t in 0..T {
+                    sums[r][t] = s.fma(query, keys[t], sums[r][t]);
+                }
+            }
+        }
+        true
+    }
+    #[inline(always)]
     unsafe fn rests<const R: usize, const T: usize>(
         self,
         layout: &RowLayout,

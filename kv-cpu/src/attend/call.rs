@@ -89,7 +89,6 @@ impl<'a> AttendCall<'a> {
             rows: to_usize(queries) * self.heads.group,
             k: [false, true].map(|is_wide| self.k.rows(is_wide).encoding()),
             v: [false, true].map(|is_wide| self.v.rows(is_wide).encoding()),
-            tile_rows: kernels.tile_rows_max(),
         }
     }
 

@@ -128,13 +128,13 @@ impl<'a> BlockRuns<'a> {
             let at = layout.row_begin(slot, 0);
             self.per_head = to_offset(layout.row_begin(slot, 1)) - to_offset(at);
             // Rows in 16 bits are few and leave gaps; codes follow each other to the end of a
-            // block.
+            // block. Runs of one length are prefetched alternately.
             let tokens = if slot.is_wide {
                 self.stride = plane.rows(true).bytes();
                 1
             } else {
                 self.stride = to_offset(layout.token_stride());
-                (layout.block_size() - slot.inside).min(end - position)
+                (layout.block_size() - slot.inside).min(end - position).min(ALIGN)
             };
             let rest = to_offset(layout.block_bytes()) - to_offset(at);
             let block = plane.get(table[to_usize(slot.index)].0, at, rest);

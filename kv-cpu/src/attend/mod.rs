@@ -119,14 +119,7 @@ pub(crate) fn explain(kernels: Kernels, shape: &AttendShape) -> Option<String> {
         Some(RowLayout::of(*format, *dim)?.in_pairs().encoding())
     });
     let rows = to_usize(shape.queries) * to_usize(shape.group);
-    let facts = Facts {
-        isa: kernels.isa(),
-        queries: shape.queries,
-        rows,
-        k: [k?; 2],
-        v: [v?; 2],
-        tile_rows: kernels.tile_rows_max(),
-    };
+    let facts = Facts { isa: kernels.isa(), queries: shape.queries, rows, k: [k?; 2], v: [v?; 2] };
     Some(Explanation(facts).to_string())
 }
 
@@ -184,7 +177,7 @@ fn padded_rows(strategy: Strategy, call: &AttendCall<'_>, rows: usize) -> usize 
     match strategy {
         #[cfg(any(target_arch = "x86_64", test))]
         Strategy::AmxGemm | Strategy::AmxNarrow => amx::padded_rows(rows),
-        Strategy::Direct => call.cpu.kernels.tile_rows(rows).unwrap_or(rows),
+        Strategy::Direct => call.cpu.kernels.padded_rows(rows),
         _ => rows,
     }
 }

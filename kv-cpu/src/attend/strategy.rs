@@ -14,7 +14,8 @@ pub(crate) enum Strategy {
     AmxGemm,
     /// AMX matrix products with query rows as columns, which leaves K where it lies.
     AmxNarrow,
-    /// One query: K and V are read in memory order, block by block, and decoded in registers.
+    /// One query: K and V are read in memory order, block by block, and decoded in registers by
+    /// each register tile.
     Direct,
     /// A tile of K and V is decoded to `f32` once for all query rows.
     Tiled,
@@ -40,7 +41,7 @@ pub(crate) enum Refusal {
     Encoding(Encoding),
     /// There are too few query rows for the strategy to be faster.
     FewRows { rows: usize, least: usize },
-    /// There are more query rows than a register tile has.
+    /// There are too many query rows for the strategy to be faster.
     ManyRows { rows: usize, most: usize },
     /// Several queries see different keys.
     SeveralQueries(u32),
@@ -55,7 +56,7 @@ impl fmt::Display for Refusal {
                 write!(f, "{rows} query rows per kv head, faster from {least} on")
             }
             Self::ManyRows { rows, most } => {
-                write!(f, "{rows} query rows per kv head, register tiles have up to {most}")
+                write!(f, "{rows} query rows per kv head, faster up to {most}")
             }
             Self::SeveralQueries(queries) => write!(f, "{queries} queries see different keys"),
         }
@@ -74,10 +75,11 @@ pub(crate) struct Facts {
     /// Encodings of K and of V: codes, then rows kept in 16 bits.
     pub(crate) k: [Encoding; 2],
     pub(crate) v: [Encoding; 2],
-    /// Most query rows of a register tile.
-    pub(crate) tile_rows: usize,
 }
 
+/// Most query rows for which [`Strategy::Direct`] is faster. Each register tile of up to 8 rows
+/// decodes K and V again, which costs less than storing decoded rows until there are four of them.
+const DIRECT_ROWS: usize = 16;
 /// Query rows that fill a block of AMX, or from which on packing a tile pays off.
 pub(super) const AMX_BLOCK: usize = 16;
 
@@ -155,7 +157,7 @@ const RULES: [Rule; 4] = [
     },
     Rule {
         strategy: Strategy::Direct,
-        refuses: |facts| facts.several_queries().or(facts.rows_above(facts.tile_rows)),
+        refuses: |facts| facts.several_queries().or(facts.rows_above(DIRECT_ROWS)),
     },
     Rule { strategy: Strategy::Tiled, refuses: |_| None },
 ];
@@ -221,7 +223,6 @@ mod tests {
         rows: 1,
         k: [Encoding::Bf16Pairs; 2],
         v: [Encoding::Bf16Pairs; 2],
-        tile_rows: 8,
     };
 
     fn amx() -> Isa {
@@ -279,14 +280,14 @@ mod tests {
     }
 
     #[test]
-    fn direct_takes_one_query_of_a_register_tile() {
+    fn direct_takes_one_query_of_few_rows() {
         let direct = |facts: &Facts| refusal(Strategy::Direct, facts);
-        for rows in 1..=8 {
+        for rows in 1..=DIRECT_ROWS {
             let facts = Facts { rows, ..DECODE };
             assert_eq!((direct(&facts), choose(&facts)), (None, Strategy::Direct));
         }
-        let many = Facts { rows: 9, ..DECODE };
-        assert_eq!(direct(&many), Some(Refusal::ManyRows { rows: 9, most: 8 }));
+        let many = Facts { rows: 17, ..DECODE };
+        assert_eq!(direct(&many), Some(Refusal::ManyRows { rows: 17, most: 16 }));
         let drafts = Facts { queries: 2, rows: 2, ..DECODE };
         assert_eq!(direct(&drafts), Some(Refusal::SeveralQueries(2)));
     }
@@ -316,7 +317,7 @@ mod tests {
         assert_eq!(
             text,
             "tiled; not AMX GEMM: no AMX; not AMX narrow: no AMX; \
-             not direct: 71 query rows per kv head, register tiles have up to 8"
+             not direct: 71 query rows per kv head, faster up to 16"
         );
     }
 }
