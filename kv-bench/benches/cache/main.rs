@@ -10,6 +10,7 @@ mod blocks;
 mod copy;
 mod fork;
 mod hits;
+mod kernels;
 mod plan;
 mod rows;
 mod states;
@@ -29,6 +30,7 @@ fn main() {
     copy::benches(&mut criterion);
     tiers::benches(&mut criterion);
     criterion.final_summary();
+    kernels::benches();
 }
 
 /// Returns the stored formats to compare: one of every kind. Formats with given scales decode like

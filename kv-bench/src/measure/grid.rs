@@ -118,14 +118,16 @@ impl Axes {
         if operation == Operation::AppendPrompt && options.context.is_empty() {
             context.insert(0, SHORT);
         }
+        let more_shapes = operation == Operation::Decode && !is_small;
+        let head_dims: &[u32] = if more_shapes { &[64, 72, 80, 128] } else { &[64, 128] };
         let default = [BlockSize::Tokens(16), BlockSize::Tokens(32), BlockSize::Contiguous];
         let given = &options.block_size;
         let axes = Self {
             batch,
             context,
             formats: formats(options, is_small),
-            heads: heads(options),
-            head_dim: or(&options.head_dim, &[64, 128]),
+            heads: heads(options, more_shapes),
+            head_dim: or(&options.head_dim, head_dims),
             blocks: if given.is_empty() { default.to_vec() } else { given.clone() },
         }
         .centred(operation);
@@ -253,9 +255,10 @@ impl Case {
     }
 }
 
-/// Returns pairs of query heads and kv heads: the given ones, or equal numbers, a fourth and an
-/// eighth.
-fn heads(options: &Options) -> Vec<(u32, u32)> {
+/// Returns pairs of query heads and kv heads: the given ones, or groups of 1, 4 and 8 query heads,
+/// and of 5 and 16 with `more`.
+fn heads(options: &Options, more: bool) -> Vec<(u32, u32)> {
+    let groups: &[u32] = if more { &[4, 1, 8, 16] } else { &[4, 1, 8] };
     let q_heads =
         if options.q_heads.is_empty() { &[Options::Q_HEADS][..] } else { &options.q_heads };
     let kv_heads = |q: u32| {
@@ -263,9 +266,14 @@ fn heads(options: &Options) -> Vec<(u32, u32)> {
             return options.kv_heads.clone();
         }
         let share = |group: &u32| q.is_multiple_of(*group);
-        [4, 1, 8].iter().filter(|group| share(group)).filter_map(|n| q.checked_div(*n)).collect()
+        groups.iter().filter(|group| share(group)).filter_map(|n| q.checked_div(*n)).collect()
     };
-    distinct(q_heads.iter().flat_map(|q| kv_heads(*q).into_iter().map(|kv| (*q, kv))))
+    let pairs = q_heads.iter().flat_map(|q| kv_heads(*q).into_iter().map(|kv| (*q, kv)));
+    // 5 does not divide the default number of query heads.
+    let is_default = options.q_heads.is_empty() && options.kv_heads.is_empty();
+    distinct(
+        pairs.chain((is_default && more).then_some((5 * Options::KV_HEADS, Options::KV_HEADS))),
+    )
 }
 
 /// Returns the formats of a suite: all of them, or a few if each takes minutes.

@@ -103,24 +103,23 @@ impl Streams {
 }
 
 /// Reads whole strides of `N` places alternately. The result depends on every word.
+#[expect(clippy::needless_range_loop, reason = "adapters of iterators may stay calls")]
 fn read<const N: usize>(words: &[u64]) -> u64 {
     let each = words.len().checked_div(N).unwrap_or(0).max(STRIDE);
     let mut chunks = words.chunks_exact(each);
-    let mut streams: [_; N] =
-        std::array::from_fn(|_| chunks.next().unwrap_or_default().chunks_exact(STRIDE));
+    let streams: [&[[u64; STRIDE]]; N] =
+        std::array::from_fn(|_| chunks.next().unwrap_or_default().as_chunks().0);
+    let strides = streams.iter().map(|stream| stream.len()).min().unwrap_or(0);
     let mut sums = [[0_u64; 4]; N];
-    loop {
-        for (stream, sum) in streams.iter_mut().zip(&mut sums) {
-            let Some(stride) = stream.next() else {
-                return sums.iter().flatten().fold(0, |all, sum| all ^ sum);
-            };
-            for four in stride.chunks_exact(4) {
-                for (sum, word) in sum.iter_mut().zip(four) {
-                    *sum ^= word;
-                }
+    for i in 0..strides {
+        for n in 0..N {
+            let stride = &streams[n][i];
+            for word in 0..STRIDE {
+                sums[n][word % 4] ^= stride[word];
             }
         }
     }
+    sums.iter().flatten().fold(0, |all, sum| all ^ sum)
 }
 
 impl CpuArena {

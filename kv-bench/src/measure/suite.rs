@@ -2,7 +2,7 @@
 use std::sync::Arc;
 
 use kv::backend::Backend;
-use kv::cpu::AttendShape;
+use kv::cpu::{AttendShape, Isa};
 use kv::error::DeviceError;
 
 use super::clock::{Samples, gb_per_s};
@@ -43,14 +43,19 @@ pub fn measure_suites(
 }
 
 /// Returns a line per decode and prefill case and instruction set that names the attention strategy
-/// on the CPU and the reason why no faster one applies; empty without such cases.
+/// on the CPU and the reason why no faster one applies; empty without such cases. Unless sets are
+/// given, they are the one in use, and AVX2, which most laptops have.
 ///
 /// # Errors
 /// Those of [`measure_suites`].
 pub fn explain(options: &Options, progress: &mut dyn Progress) -> Result<Vec<String>, Error> {
     let suite = Suite::new(Suites { options, progress }, RunsOn::Cpu)?;
     let mut lines: Vec<String> = Vec::new();
-    for isa in choices(&options.isa) {
+    let mut isas = choices(&options.isa);
+    if options.isa.is_empty() && Isa::AVX2.is_available() {
+        isas.push(Some(Isa::AVX2));
+    }
+    for isa in isas {
         let cpu = open_cpu(isa, None)?;
         for case in &suite.cases {
             let queries = match case.operation {

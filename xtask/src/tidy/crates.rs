@@ -32,10 +32,14 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
 /// Crates that tests of any crate may use: the kit, and the facade, which examples in documentation
 /// name.
 const TESTS_MAY_USE: &[&str] = &["kv-testkit", "kv"];
-/// Crates that tests of a crate may use besides: a backend that runs everywhere, and the events
-/// that an indexer follows.
-const TESTS_MAY_USE_TOO: &[(&str, &str)] =
-    &[("kv-tier", "kv-cpu"), ("kv-tier", "kv-events"), ("kv-engine", "kv-cpu")];
+/// Crates that tests of a crate may use besides: a backend that runs everywhere, the events that an
+/// indexer follows, and the kernels that benches time.
+const TESTS_MAY_USE_TOO: &[(&str, &str)] = &[
+    ("kv-tier", "kv-cpu"),
+    ("kv-tier", "kv-events"),
+    ("kv-engine", "kv-cpu"),
+    ("kv-bench", "kv-cpu-kernels"),
+];
 
 /// All external crates of kv-core: every user of the project compiles them.
 const KV_CORE_EXTERNAL: &[&str] = &["bytemuck", "half", "hashbrown", "thiserror", "xxhash-rust"];

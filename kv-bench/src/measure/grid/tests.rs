@@ -22,7 +22,7 @@ fn count(cases: &[Case], is_it: impl Fn(&Case) -> bool) -> usize {
 fn a_star_has_each_axis_through_its_centre_once() {
     let cases = of(&only(Suite::Decode));
     // Batch by context, then heads, head dims, block sizes, and formats other than the centre's.
-    assert_eq!(cases.len(), 9 + 2 + 1 + 2 + (KvFormat::all().len() - 1));
+    assert_eq!(cases.len(), 9 + 4 + 3 + 2 + (KvFormat::all().len() - 1));
     for (index, case) in cases.iter().enumerate() {
         assert!(!cases[..index].contains(case), "{case:?}");
     }
@@ -41,11 +41,13 @@ fn a_star_has_each_axis_through_its_centre_once() {
             assert!(count(&cases, has) > 0, "{batch} x {context}");
         }
     }
-    for (q_heads, kv_heads) in [(32, 32), (32, 4)] {
+    for (q_heads, kv_heads) in [(32, 32), (32, 4), (32, 2), (40, 8)] {
         let has = |case: &Case| (case.shape.q_heads, case.shape.kv_heads) == (q_heads, kv_heads);
         assert_eq!(count(&cases, has), 1);
     }
-    assert_eq!(count(&cases, |case| case.shape.head_dim == 64), 1);
+    for head_dim in [64, 72, 80] {
+        assert_eq!(count(&cases, |case| case.shape.head_dim == head_dim), 1);
+    }
     assert_eq!(count(&cases, |case| case.block_size == 32), 1);
     assert_eq!(count(&cases, |case| case.block_size == 4096), 1, "contiguous");
 }
@@ -53,7 +55,7 @@ fn a_star_has_each_axis_through_its_centre_once() {
 #[test]
 fn full_is_every_combination() {
     let cases = of(&Options { full: true, ..only(Suite::Decode) });
-    assert_eq!(cases.len(), 9 * 3 * 2 * 3 * KvFormat::all().len());
+    assert_eq!(cases.len(), 9 * 5 * 4 * 3 * KvFormat::all().len());
     let cases = of(&Options {
         batch: vec![1, 2],
         context: vec![8],
@@ -98,7 +100,7 @@ fn a_suite_has_its_operations() {
     let cases = of(&only(Suite::All));
     let of = |name| count(&cases, |case| case.operation.name() == name);
     let arms = 2 + 1 + 2 + (KvFormat::all().len() - 1);
-    assert_eq!(all.map(of), [9 + arms, 9 + arms, 9 + arms, 4 + arms, 9 + arms, 9 + arms, 11]);
+    assert_eq!(all.map(of), [9 + arms + 4, 9 + arms, 9 + arms, 4 + arms, 9 + arms, 9 + arms, 11]);
     let prompts = cases.iter().filter(|case| case.operation == Operation::AppendPrompt);
     assert!(prompts.clone().all(|case| case.shape.batch == 1));
     assert_eq!(prompts.map(|case| case.shape.context).min(), Some(64));
