@@ -107,6 +107,15 @@ impl Kernels {
         self.qk_decoded(x);
     }
 
+    /// Returns the most query rows of a register tile: rows that need no decoding are multiplied
+    /// fastest by four rows, which need the fewest loads per product.
+    fn rows_most(self, encoding: Encoding) -> usize {
+        match encoding {
+            Encoding::F32 => self.table.rows_max.min(4),
+            _ => self.table.rows_max,
+        }
+    }
+
     /// Computes scores by the register tiles of an encoding.
     ///
     /// # Safety
@@ -114,7 +123,8 @@ impl Kernels {
     /// 2. The kernels are those of the rows' encoding, of this table.
     #[inline]
     unsafe fn qk_by(self, kernels: [QkFn; 4], x: &mut Qk<'_, '_>) {
-        if let Some(kernel) = of_rows(kernels, x.rows, self.table.rows_max) {
+        let most = self.rows_most(x.k.layout().encoding());
+        if let Some(kernel) = of_rows(kernels, x.rows, most) {
             // SAFETY: the CPU has the instruction set, by `Self::new`; conditions 1 and 2.
             unsafe { kernel(x) };
             return;
@@ -122,7 +132,7 @@ impl Kernels {
         let mut row = 0_usize;
         let budget = x.prefetch.budget();
         while row < x.rows {
-            let rows = part(x.rows.saturating_sub(row), self.table.rows_max);
+            let rows = part(x.rows.saturating_sub(row), most);
             x.prefetch.allow_share(budget, (row, rows, x.rows));
             let (q, words) = (row.saturating_mul(x.q_stride), row.saturating_mul(x.q_stride / 2));
             let scores = row.saturating_mul(x.score_stride);
@@ -137,7 +147,7 @@ impl Kernels {
                 decoded: &mut [],
                 prefetch: x.prefetch,
             };
-            let kernel = of_rows(kernels, rows, self.table.rows_max);
+            let kernel = of_rows(kernels, rows, most);
             assert!(kernel.is_some(), "a register tile of {rows} rows");
             if let Some(kernel) = kernel {
                 // SAFETY: as above; a part of what was checked.
@@ -199,7 +209,8 @@ impl Kernels {
     /// 2. The kernels are those of the rows' encoding, of this table.
     #[inline]
     unsafe fn pv_by(self, kernels: [PvFn; 4], x: &mut Pv<'_, '_>) {
-        if let Some(kernel) = of_rows(kernels, x.rows, self.table.rows_max) {
+        let most = self.rows_most(x.v.layout().encoding());
+        if let Some(kernel) = of_rows(kernels, x.rows, most) {
             // SAFETY: the CPU has the instruction set, by `Self::new`; conditions 1 and 2.
             unsafe { kernel(x) };
             return;
@@ -207,7 +218,7 @@ impl Kernels {
         let mut row = 0_usize;
         let budget = x.prefetch.budget();
         while row < x.rows {
-            let rows = part(x.rows.saturating_sub(row), self.table.rows_max);
+            let rows = part(x.rows.saturating_sub(row), most);
             x.prefetch.allow_share(budget, (row, rows, x.rows));
             let weights = row.saturating_mul(x.weight_stride);
             let out = row.saturating_mul(x.out_stride);
@@ -221,7 +232,7 @@ impl Kernels {
                 decoded: &mut [],
                 prefetch: x.prefetch,
             };
-            let kernel = of_rows(kernels, rows, self.table.rows_max);
+            let kernel = of_rows(kernels, rows, most);
             assert!(kernel.is_some(), "a register tile of {rows} rows");
             if let Some(kernel) = kernel {
                 // SAFETY: as above; a part of what was checked.

@@ -112,7 +112,8 @@ pub struct Prefetch<'a> {
     runs: &'a [KeyRows<'a>],
     runs_each: usize,
     run: usize,
-    /// Runs that are prefetched again, each together with the run at the same index.
+    /// Runs that are prefetched again, each together with the run at the same index, where they are
+    /// as many.
     runs_again: &'a [KeyRows<'a>],
     /// Bursts that the current kernel may still issue, and what is due in parts of [`UNIT`].
     budget: usize,
